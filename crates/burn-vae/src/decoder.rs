@@ -1,0 +1,201 @@
+use std::path::{Path, PathBuf};
+
+use autoencoder_kl::AutoencoderKl;
+use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
+use flux2::AutoencoderKlFlux2;
+use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel};
+use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
+
+use crate::{LoadReport, apply_checkpoint};
+
+/// A VAE's decoding half with its weights on a device.
+///
+/// Owns its module: whatever changes the weights consumes the decoder ([`into_module`](Self::into_module)) and makes
+/// a new one, so nothing derived from them can be stale.
+#[derive(Debug)]
+pub struct VaeDecoder {
+    module: VaeModule,
+}
+
+/// The Burn module of either family.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum VaeModule {
+    /// SD 1 and 2, SDXL, SD3, FLUX.1, Z-Image, ...
+    AutoencoderKl(AutoencoderKl),
+    /// FLUX.2.
+    Flux2(AutoencoderKlFlux2),
+}
+
+/// How [`VaeDecoder::load`] reads a checkpoint; the default takes everything from the files.
+#[derive(Debug, Clone, Default)]
+pub struct LoadOptions {
+    /// A diffusers config.json in place of the one beside the weights.
+    pub config: Option<PathBuf>,
+    /// The family, for weights without a config; a config of another family is refused.
+    pub family: Option<Family>,
+    /// The type to run in; f32 by default.
+    pub dtype: Option<DType>,
+}
+
+/// A decoder and how it came about.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Ready to decode.
+    pub decoder: VaeDecoder,
+    /// The config that was read or inferred.
+    pub config: VaeConfig,
+    /// Which tensors were applied.
+    pub report: LoadReport,
+    /// The type it runs in. Not the one asked for where f16 would overflow (`force_upcast`): that is f32.
+    pub dtype: DType,
+}
+
+impl VaeDecoder {
+    /// Loads a checkpoint onto a device: a safetensors file or a folder in diffusers' layout; see
+    /// [`Checkpoint::open`].
+    ///
+    /// # Errors
+    /// Files that cannot be read, configs that are not supported, weights that do not fit
+    /// ([`Error::WeightsMismatch`]), and a device that cannot compute in the type ([`Error::UnsupportedDType`]).
+    pub fn load(path: impl AsRef<Path>, device: &Device, options: &LoadOptions) -> Result<Loaded> {
+        let checkpoint = Checkpoint::open(path.as_ref())?;
+        let config = read_config(&checkpoint, options)?;
+        let asked = options.dtype.unwrap_or(DType::F32);
+        let dtype = match asked {
+            DType::F16 if config.force_upcast() => DType::F32,
+            dtype => dtype,
+        };
+        let float = float_dtype(dtype, device)?;
+        let (module, report) = match &config {
+            VaeConfig::AutoencoderKl(config) => {
+                let (module, report) = apply_checkpoint(AutoencoderKl::new(config, device), &checkpoint, float);
+                (VaeModule::AutoencoderKl(module), report)
+            }
+            VaeConfig::Flux2(config) => {
+                let (module, report) = apply_checkpoint(AutoencoderKlFlux2::new(config, device), &checkpoint, float);
+                (VaeModule::Flux2(module), report)
+            }
+        };
+        report.check()?;
+        Ok(Loaded {
+            decoder: Self::from_module(module),
+            config,
+            report,
+            dtype,
+        })
+    }
+
+    /// Wraps a module that the caller built, on the module's device and in its type.
+    pub fn from_module(module: impl Into<VaeModule>) -> Self {
+        Self { module: module.into() }
+    }
+
+    /// The module, for reading and for saving its record.
+    pub fn module(&self) -> &VaeModule {
+        &self.module
+    }
+
+    /// Gives the module back, to change its weights or to move it.
+    pub fn into_module(self) -> VaeModule {
+        self.module
+    }
+
+    /// Decodes latents to images of `[batch, 3, height, width]` in -1..1, in the model's type, on its device.
+    ///
+    /// Enqueues the work and returns without synchronising; values are read or checked by whoever reads the image.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLatents`] when the latents do not fit the model or are on another device,
+    /// [`Error::QualityUnavailable`] when `quality` cannot run.
+    pub fn decode(&self, latents: Latents, quality: Quality) -> Result<Tensor<4>> {
+        self.decode_observed(latents, quality, &mut |_, _| {})
+    }
+
+    /// [`decode`](Self::decode), with a look at the activation after each of [`num_stages`](Self::num_stages) stages.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn decode_observed(
+        &self,
+        latents: Latents,
+        quality: Quality,
+        observer: &mut Observer<'_>,
+    ) -> Result<Tensor<4>> {
+        self.model().decode(latents, quality, observer)
+    }
+
+    /// Stages that an observer is told of in one decode.
+    pub fn num_stages(&self) -> usize {
+        self.model().decoder().num_stages()
+    }
+
+    /// What would run for `quality`, site by site.
+    ///
+    /// # Errors
+    /// [`Error::QualityUnavailable`] with the reasons.
+    pub fn plan(&self, quality: Quality) -> Result<Plan> {
+        self.model().plan(quality)
+    }
+
+    /// The device that the weights are on.
+    pub fn device(&self) -> Device {
+        self.model().device()
+    }
+
+    /// The type of weights, activations and images.
+    pub fn dtype(&self) -> FloatDType {
+        self.model().dtype()
+    }
+
+    fn model(&self) -> &dyn VaeModel {
+        match &self.module {
+            VaeModule::AutoencoderKl(module) => module,
+            VaeModule::Flux2(module) => module,
+        }
+    }
+}
+
+impl From<AutoencoderKl> for VaeModule {
+    fn from(module: AutoencoderKl) -> Self {
+        Self::AutoencoderKl(module)
+    }
+}
+
+impl From<AutoencoderKlFlux2> for VaeModule {
+    fn from(module: AutoencoderKlFlux2) -> Self {
+        Self::Flux2(module)
+    }
+}
+
+/// The config asked for, else the one beside the weights, else what the tensors and the family tell.
+fn read_config(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<VaeConfig> {
+    let path = options.config.clone().or_else(|| checkpoint.config_path());
+    let Some(path) = path else {
+        return VaeConfig::infer(checkpoint, options.family);
+    };
+    let config = VaeConfig::read(&path)?;
+    if let Some(family) = options.family {
+        config.check_family(family)?;
+    }
+    Ok(config)
+}
+
+/// Burn's name of a type, if the device computes in it.
+fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
+    let float = match dtype {
+        DType::F16 => FloatDType::F16,
+        DType::BF16 => FloatDType::BF16,
+        DType::F32 => FloatDType::F32,
+        DType::F64 => FloatDType::F64,
+    };
+    if device.supports_dtype(BurnDType::from(float)) {
+        Ok(float)
+    } else {
+        Err(Error::UnsupportedDType {
+            device: format!("{device:?}"),
+            dtype,
+            supported: "f32",
+        })
+    }
+}

@@ -1,0 +1,26 @@
+//! `decode`: saved diffusion latents to images. Parses, calls `burn_vae`, prints.
+
+mod args;
+mod outputs;
+mod progress;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, error::ErrorKind};
+
+use args::Args;
+use run::Failure;
+
+/// Exit codes: 0 done, 1 failed, 2 wrong usage.
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run::run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Usage(message)) => Args::command().error(ErrorKind::ArgumentConflict, message).exit(),
+        Err(Failure::Error(error)) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,952 @@
+//! The program on sound input: the right picture, in the right file, with the right words. Everything runs on the CPU.
+
+mod common;
+
+use std::fs;
+
+use common::*;
+
+const MICRO_SD: (&str, &str) = ("micro-sd", WEIGHTS);
+
+/// Decodes one file to a raw f32 image and gives it back.
+#[track_caller]
+fn raw(lab: &Lab, latents: &str, vae: &str, options: &[&str]) -> Tensor {
+    let _ = fs::remove_file(lab.path("raw.safetensors"));
+    lab.decode(&[&[latents, "--vae", vae, "-o", "raw.safetensors"], options].concat())
+        .wrote(&["raw.safetensors"]);
+    let image = lab.raw_image("raw.safetensors");
+    fs::remove_file(lab.path("raw.safetensors")).unwrap();
+    image
+}
+
+/// Decodes latents in VAE space to a raw f32 image.
+#[track_caller]
+fn raw_from_vae_space(vae: &str, latents: &Tensor, options: &[&str]) -> Tensor {
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", latents);
+    raw(&lab, file, vae, &[&["--latent-space", "vae"], options].concat())
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Against diffusers
+
+#[test]
+fn micro_models_differ_from_diffusers_by_rounding_only() {
+    for name in ["micro-sd", "micro-sd3", "micro-flux2-small", "micro-no-attention"] {
+        let (latents, expected) = micro(name);
+        assert_close(
+            &raw_from_vae_space(&fixture(name), &latents, &[]),
+            &expected,
+            F32_TOLERANCE,
+            name,
+        );
+    }
+}
+
+#[test]
+fn another_key_style_is_not_another_picture() {
+    let styles = [
+        ("micro-sd", "ldm.safetensors"),
+        ("micro-sd", "old_attention_names.safetensors"),
+        ("micro-sd3", "ldm.safetensors"),
+        ("micro-flux2-small", "bfl.safetensors"),
+    ];
+    for (name, file) in styles {
+        let (latents, expected) = micro(name);
+        let image = raw_from_vae_space(&fixture(&format!("{name}/{file}")), &latents, &[]);
+        assert_close(&image, &expected, F32_TOLERANCE, &format!("{name}/{file}"));
+        let diffusers = raw_from_vae_space(&fixture(name), &latents, &[]);
+        assert_same_bits(&image, &diffusers, &format!("{name}/{file} against diffusers keys"));
+    }
+}
+
+#[test]
+fn a_full_checkpoint_is_read_with_a_config_from_elsewhere() {
+    for name in ["micro-sd", "micro-sd3"] {
+        let lab = Lab::new();
+        lab.copy(&format!("{name}/full_checkpoint_ldm.safetensors"), "model.safetensors");
+        lab.copy(&format!("{name}/config.json"), "elsewhere/vae.json");
+        let (latents, expected) = micro(name);
+        let file = lab.latents("z.safetensors", &latents);
+        let options = ["--latent-space", "vae", "--config", "elsewhere/vae.json"];
+        let image = raw(&lab, file, "model.safetensors", &options);
+        assert_close(&image, &expected, F32_TOLERANCE, name);
+        assert_same_bits(&image, &raw_from_vae_space(&fixture(name), &latents, &[]), name);
+    }
+}
+
+#[test]
+fn a_vae_prefix_on_the_keys_is_stripped() {
+    let lab = Lab::new();
+    let vae = lab.model("prefixed", MICRO_SD, |tensors, _| {
+        *tensors = std::mem::take(tensors)
+            .into_iter()
+            .map(|(key, tensor)| (format!("vae.{key}"), tensor))
+            .collect();
+    });
+    let (latents, _) = micro("micro-sd");
+    let file = lab.latents("z.safetensors", &latents);
+    let image = raw(&lab, file, vae, &["--latent-space", "vae"]);
+    assert_same_bits(
+        &image,
+        &raw_from_vae_space(&fixture("micro-sd"), &latents, &[]),
+        "vae. keys",
+    );
+}
+
+#[test]
+fn half_precision_weights_are_widened_not_computed_with() {
+    let (latents, _) = micro("micro-sd");
+    for dtype in [Dtype::F16, Dtype::BF16] {
+        let lab = Lab::new();
+        let file = lab.latents("z.safetensors", &latents);
+        let narrow = lab.model("narrow", MICRO_SD, |tensors, _| {
+            tensors.values_mut().for_each(|t| *t = t.cast(dtype));
+        });
+        let wide = lab.model("wide", MICRO_SD, |tensors, _| {
+            tensors.values_mut().for_each(|t| *t = t.cast(dtype).cast(Dtype::F32));
+        });
+        let options = ["--latent-space", "vae"];
+        let (narrow, wide) = (raw(&lab, file, narrow, &options), raw(&lab, file, wide, &options));
+        assert_same_bits(&narrow, &wide, &format!("{dtype:?} weights"));
+    }
+}
+
+#[test]
+fn shards_are_put_together_by_their_index() {
+    let lab = Lab::new();
+    let vae = lab.model("sharded", MICRO_SD, |_, _| ());
+    let whole = read_safetensors(lab.path("sharded").join(WEIGHTS));
+    fs::remove_file(lab.path("sharded").join(WEIGHTS)).unwrap();
+    let shard_of = |i: usize| format!("diffusion_pytorch_model-0000{}-of-00002.safetensors", i % 2 + 1);
+    let mut map = serde_json::Map::new();
+    let mut shards = [Tensors::new(), Tensors::new()];
+    for (i, (key, tensor)) in whole.into_iter().enumerate() {
+        map.insert(key.clone(), json!(shard_of(i)));
+        shards[i % 2].insert(key, tensor);
+    }
+    for (i, shard) in shards.iter().enumerate() {
+        lab.weights(&format!("sharded/{}", shard_of(i)), shard);
+    }
+    let index = json!({"metadata": {"total_size": 414508}, "weight_map": map});
+    lab.write(&format!("sharded/{WEIGHTS}.index.json"), index.to_string());
+    let (latents, _) = micro("micro-sd");
+    let file = lab.latents("z.safetensors", &latents);
+    let image = raw(&lab, file, vae, &["--latent-space", "vae"]);
+    assert_same_bits(
+        &image,
+        &raw_from_vae_space(&fixture("micro-sd"), &latents, &[]),
+        "two shards",
+    );
+}
+
+#[test]
+fn f32_pictures_differ_from_diffusers_by_rounding_only() {
+    for name in ["flux2-tiny", "flux1-tiny", "sd-tiny"] {
+        let image = raw(
+            &Lab::new(),
+            &fixture(&format!("{name}/latents/chelsea.safetensors")),
+            &fixture(name),
+            &[],
+        );
+        let expected = &read_safetensors(fixture(&format!("{name}/chelsea.expected.safetensors")))["image"];
+        assert_close(&image, expected, F32_TOLERANCE, name);
+    }
+}
+
+#[test]
+fn pngs_are_rounded_as_diffusers_rounds_them() {
+    for name in ["flux2-tiny", "flux1-tiny", "sd-tiny"] {
+        let lab = Lab::new();
+        let latents = fixture(&format!("{name}/latents/chelsea.safetensors"));
+        lab.decode(&[&latents, "--vae", &fixture(name)]).wrote(&["chelsea.png"]);
+        let expected = read_picture(fixture(&format!("{name}/chelsea.png")));
+        assert_same_picture(&read_picture(lab.path("chelsea.png")), &expected, name);
+    }
+}
+
+#[test]
+fn a_full_512_picture_comes_out_right() {
+    let lab = Lab::new();
+    let latents = fixture("sd-tiny/latents/astronaut.safetensors");
+    lab.decode(&[&latents, "--vae", &fixture("sd-tiny"), "-o", "astronaut.png"])
+        .wrote(&["astronaut.png"]);
+    let expected = read_picture(fixture("sd-tiny/astronaut.png"));
+    assert_same_picture(&read_picture(lab.path("astronaut.png")), &expected, "astronaut");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Latents: layouts and spaces
+
+#[test]
+fn packed_tokens_and_the_map_are_one_picture() {
+    for name in ["flux2-tiny", "flux1-tiny"] {
+        let lab = Lab::new();
+        lab.folder("pictures");
+        let map = fixture(&format!("{name}/latents/coffee.safetensors"));
+        let tokens = fixture(&format!("{name}/latents/coffee.packed-tokens.safetensors"));
+        let run = lab.decode(&[&map, &tokens, "--vae", &fixture(name), "-o", "pictures/"]);
+        run.wrote(&["pictures/coffee.png", "pictures/coffee.packed-tokens.png"]);
+        let map = read_picture(lab.path("pictures/coffee.png"));
+        let tokens = read_picture(lab.path("pictures/coffee.packed-tokens.png"));
+        let (worst, _) = picture_difference(&tokens, &map, name);
+        assert_eq!(worst, 0, "{name}: tokens against the map");
+        assert_same_picture(&map, &read_picture(fixture(&format!("{name}/coffee.png"))), name);
+    }
+}
+
+#[test]
+fn vae_space_latents_of_flux2_skip_the_batch_norm() {
+    let latents = fixture("flux2-tiny/latents/chelsea.vae-space.safetensors");
+    let image = raw(&Lab::new(), &latents, &fixture("flux2-tiny"), &[]);
+    let expected = &read_safetensors(fixture("flux2-tiny/chelsea.expected.safetensors"))["image"];
+    assert_close(&image, expected, F32_TOLERANCE, "32 channels, space inferred");
+}
+
+#[test]
+fn numpy_latents_are_the_same_latents() {
+    for name in ["flux1-tiny", "sd-tiny"] {
+        let image = raw(
+            &Lab::new(),
+            &fixture(&format!("{name}/latents/chelsea.npy")),
+            &fixture(name),
+            &[],
+        );
+        let expected = &read_safetensors(fixture(&format!("{name}/chelsea.expected.safetensors")))["image"];
+        assert_close(&image, expected, F32_TOLERANCE, name);
+    }
+}
+
+#[test]
+fn the_scale_and_the_shift_of_the_config_are_undone() {
+    for (name, scale, shift) in [
+        ("micro-sd", 0.18215, 0.0),
+        ("micro-no-attention", 0.18215, 0.0),
+        ("micro-sd3", 1.5305, 0.0609),
+    ] {
+        let lab = Lab::new();
+        let (latents, expected) = micro(name);
+        let file = lab.latents("scaled.safetensors", &latents.map(|_, z| (z - shift) * scale));
+        for options in [&[][..], &["--latent-space", "auto"], &["--latent-space", "diffusion"]] {
+            let image = raw(&lab, file, &fixture(name), options);
+            assert_close(&image, &expected, ROUND_TRIP_TOLERANCE, &format!("{name} {options:?}"));
+        }
+    }
+}
+
+#[test]
+fn an_old_config_without_a_scale_means_the_scale_of_sd() {
+    let lab = Lab::new();
+    let vae = lab.model("old", MICRO_SD, |_, config| {
+        config.as_object_mut().unwrap().remove("scaling_factor");
+    });
+    let (latents, expected) = micro("micro-sd");
+    let file = lab.latents("scaled.safetensors", &latents.map(|_, z| z * 0.18215));
+    assert_close(
+        &raw(&lab, file, vae, &[]),
+        &expected,
+        ROUND_TRIP_TOLERANCE,
+        "no scaling_factor",
+    );
+}
+
+#[test]
+fn nulls_and_notes_in_a_config_do_no_harm() {
+    let lab = Lab::new();
+    let vae = lab.model("current", MICRO_SD, |_, config| {
+        for key in ["shift_factor", "latents_mean", "latents_std"] {
+            config[key] = Value::Null;
+        }
+        config["_name_or_path"] = json!("/somewhere/vae");
+    });
+    let (latents, expected) = micro("micro-sd");
+    let file = lab.latents("scaled.safetensors", &latents.map(|_, z| z * 0.18215));
+    assert_close(
+        &raw(&lab, file, vae, &[]),
+        &expected,
+        ROUND_TRIP_TOLERANCE,
+        "a config with nulls",
+    );
+}
+
+/// Playground 2.5: z*std/scale + mean. A program that does not do this must refuse the config.
+#[test]
+fn latents_mean_and_std_are_never_ignored() {
+    const SCALE: f32 = 0.5;
+    const MEAN: [f32; 4] = [-1.6574, 1.886, -1.383, 2.5155];
+    const STD: [f32; 4] = [8.4927, 5.9022, 6.5498, 5.2299];
+    let lab = Lab::new();
+    let vae = lab.model("playground", MICRO_SD, |_, config| {
+        config["scaling_factor"] = json!(SCALE);
+        config["latents_mean"] = json!(MEAN);
+        config["latents_std"] = json!(STD);
+    });
+    let (latents, expected) = micro("micro-sd");
+    let normalised = latents.map_channels(|c, z| (z - MEAN[c]) * SCALE / STD[c]);
+    let file = lab.latents("normalised.safetensors", &normalised);
+    let run = lab.decode(&[file, "--vae", vae, "-o", "raw.safetensors"]);
+    if run.code == Some(0) {
+        run.wrote(&["raw.safetensors"]);
+        assert_close(
+            &lab.raw_image("raw.safetensors"),
+            &expected,
+            ROUND_TRIP_TOLERANCE,
+            "latents_mean and latents_std",
+        );
+    } else {
+        run.refused(&["latents_mean|latents_std"]);
+    }
+}
+
+/// FLUX.2's 128-channel map and its tokens: de-normalised with the checkpoint's statistics, then unpatchified. The size
+/// of the picture is in pixels of this model, whose factor is 4, not FLUX.2's 16.
+#[test]
+fn flux2_maps_and_tokens_are_denormalised_and_unpatchified() {
+    let (latents, expected) = micro("micro-flux2-small");
+    let weights = read_safetensors(fixture(&format!("micro-flux2-small/{WEIGHTS}")));
+    let (mean, var) = (weights["bn.running_mean"].values(), weights["bn.running_var"].values());
+    let map = latents
+        .patchified()
+        .map_channels(|c, z| (z - mean[c]) / (var[c] + 1e-4).sqrt());
+    let vae = fixture("micro-flux2-small");
+    let lab = Lab::new();
+
+    let image = raw(&lab, lab.latents("map.safetensors", &map), &vae, &[]);
+    assert_close(&image, &expected, ROUND_TRIP_TOLERANCE, "a map");
+
+    let size = ["--height", "20", "--width", "12"];
+    let tokens = lab.latents("tokens.safetensors", &map.tokens());
+    assert_same_bits(
+        &raw(&lab, tokens, &vae, &size),
+        &image,
+        "tokens, size on the command line",
+    );
+    let tokens = lab.write("tokens.npy", npy(&map.tokens()));
+    assert_same_bits(&raw(&lab, tokens, &vae, &size), &image, "tokens in .npy");
+    let sized = safetensors_bytes([("latents", &map.tokens())], &[("height", "20"), ("width", "12")]);
+    let tokens = lab.write("sized.safetensors", sized);
+    assert_same_bits(&raw(&lab, tokens, &vae, &[]), &image, "tokens, size in the metadata");
+}
+
+#[test]
+fn flux1_tokens_need_a_size_and_no_more() {
+    let (vae, map) = (fixture("flux1-tiny"), Tensor::wave(&[1, 16, 4, 6]));
+    let lab = Lab::new();
+    let expected = raw(&lab, lab.latents("map.safetensors", &map), &vae, &[]);
+    let tokens = lab.latents("tokens.safetensors", &map.patchified().tokens());
+    let image = raw(&lab, tokens, &vae, &["--height", "32", "--width", "48"]);
+    assert_same_bits(&image, &expected, "tokens against a map");
+}
+
+#[test]
+fn square_flux2_tokens_need_no_size() {
+    let (vae, map) = (fixture("micro-flux2-small"), Tensor::wave(&[1, 128, 4, 4]));
+    let lab = Lab::new();
+    let expected = raw(&lab, lab.latents("map.safetensors", &map), &vae, &[]);
+    let image = raw(&lab, lab.latents("tokens.safetensors", &map.tokens()), &vae, &[]);
+    assert_same_bits(&image, &expected, "16 tokens against a 4x4 map");
+}
+
+#[test]
+fn a_time_axis_of_one_is_dropped() {
+    let (latents, _) = micro("micro-sd");
+    let lab = Lab::new();
+    let file = lab.latents("video.safetensors", &latents.reshaped(&[2, 4, 1, 7, 5]));
+    let image = raw(&lab, file, &fixture("micro-sd"), &["--latent-space", "vae"]);
+    assert_same_bits(
+        &image,
+        &raw_from_vae_space(&fixture("micro-sd"), &latents, &[]),
+        "[2,4,1,7,5]",
+    );
+}
+
+#[test]
+fn half_precision_latents_are_read_exactly() {
+    let (latents, _) = micro("micro-sd");
+    for dtype in [Dtype::F16, Dtype::BF16] {
+        let narrow = raw_from_vae_space(&fixture("micro-sd"), &latents.cast(dtype), &[]);
+        let wide = raw_from_vae_space(&fixture("micro-sd"), &latents.cast(dtype).cast(Dtype::F32), &[]);
+        assert_same_bits(&narrow, &wide, &format!("{dtype:?} latents"));
+    }
+    let lab = Lab::new();
+    let half = latents.cast(Dtype::F16);
+    let file = lab.write("half.npy", npy_bytes("<f2", false, &tuple(&half.shape), &half.bytes));
+    let image = raw(&lab, file, &fixture("micro-sd"), &["--latent-space", "vae"]);
+    assert_same_bits(
+        &image,
+        &raw_from_vae_space(&fixture("micro-sd"), &half, &[]),
+        "f16 in .npy",
+    );
+}
+
+/// A reader may refuse these; it may not read them as something else.
+#[test]
+fn fortran_order_and_big_endian_are_not_misread() {
+    let (latents, expected) = micro("micro-sd");
+    let [b, c, h, w] = latents.shape[..] else {
+        unreachable!()
+    };
+    let x = latents.values();
+    let columns_first = (0..x.len()).map(|i| {
+        let (image, channel, row, column) = (i % b, i / b % c, i / (b * c) % h, i / (b * c * h));
+        x[((image * c + channel) * h + row) * w + column]
+    });
+    let fortran: Vec<u8> = columns_first.flat_map(f32::to_le_bytes).collect();
+    let big_endian: Vec<u8> = x.iter().flat_map(|x| x.to_be_bytes()).collect();
+    let shape = tuple(&latents.shape);
+    let files = [
+        ("fortran.npy", npy_bytes("<f4", true, &shape, &fortran), "fortran|order"),
+        (
+            "big-endian.npy",
+            npy_bytes(">f4", false, &shape, &big_endian),
+            "endian|>f4",
+        ),
+    ];
+    for (name, bytes, reason) in files {
+        let lab = Lab::new();
+        lab.write(name, bytes);
+        let out = ["-o", "raw.safetensors", "--latent-space", "vae"];
+        let run = lab.decode(&[&[name, "--vae", &fixture("micro-sd")], &out[..]].concat());
+        if run.code == Some(0) {
+            run.wrote(&["raw.safetensors"]);
+            assert_close(&lab.raw_image("raw.safetensors"), &expected, F32_TOLERANCE, name);
+        } else {
+            run.refused(&[name, reason]);
+        }
+    }
+}
+
+#[test]
+fn a_size_that_agrees_with_the_map_is_accepted() {
+    let (latents, _) = micro("micro-sd");
+    let image = raw_from_vae_space(&fixture("micro-sd"), &latents, &["--height", "14", "--width", "10"]);
+    assert_eq!(image.shape, [2, 3, 14, 10]);
+}
+
+#[test]
+fn the_smallest_latents_decode() {
+    for (name, channels, factor) in [("micro-sd", 4, 2), ("micro-sd3", 16, 4)] {
+        let image = raw_from_vae_space(&fixture(name), &Tensor::wave(&[1, channels, 1, 1]), &[]);
+        assert_eq!(image.shape, [1, 3, factor, factor], "{name}");
+        assert!(image.values().iter().all(|x| x.is_finite()), "{name}");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Families without a config
+
+#[test]
+fn without_a_config_the_family_gives_the_scale() {
+    let cases = [
+        ("flux1-tiny", "ae.safetensors", "flux1", 16),
+        ("sd-tiny", WEIGHTS, "sd", 4),
+    ];
+    for (name, weights, family, channels) in cases {
+        let lab = Lab::new();
+        let file = lab.latents("z.safetensors", &Tensor::wave(&[1, channels, 2, 3]));
+        let alone = lab.copy(&format!("{name}/{weights}"), "alone/weights.safetensors");
+        let expected = raw(&lab, file, &fixture(name), &[]);
+        let image = raw(&lab, file, alone, &["--family", family]);
+        assert_same_bits(&image, &expected, &format!("{name} with --family {family}"));
+    }
+}
+
+#[test]
+fn flux2_is_recognised_without_a_config() {
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &Tensor::wave(&[1, 128, 2, 3]));
+    let alone = lab.copy(&format!("flux2-tiny/{WEIGHTS}"), "alone/weights.safetensors");
+    let expected = raw(&lab, file, &fixture("flux2-tiny"), &[]);
+    assert_same_bits(&raw(&lab, file, alone, &[]), &expected, "flux2 from the tensors alone");
+}
+
+/// The scale of another family is a plausible, wrong picture: sdxl must divide by 0.13025, sd by 0.18215.
+#[test]
+fn the_families_of_one_channel_count_have_their_own_scales() {
+    let lab = Lab::new();
+    let z = Tensor::wave(&[1, 4, 2, 3]);
+    let vae = lab.copy(&format!("sd-tiny/{WEIGHTS}"), "alone/weights.safetensors");
+    let vae_space = lab.latents("vae-space.safetensors", &z);
+    let expected = raw(&lab, vae_space, vae, &["--family", "sd", "--latent-space", "vae"]);
+    for (family, scale) in [("sd", 0.18215), ("sdxl", 0.13025)] {
+        let file = lab.latents("scaled.safetensors", &z.map(|_, x| x * scale));
+        let image = raw(&lab, file, vae, &["--family", family]);
+        assert_close(&image, &expected, ROUND_TRIP_TOLERANCE, family);
+    }
+
+    let z = Tensor::wave(&[1, 16, 2, 3]);
+    let vae = lab.copy("flux1-tiny/ae.safetensors", "bfl/ae.safetensors");
+    let vae_space = lab.latents("vae-space.safetensors", &z);
+    let expected = raw(&lab, vae_space, vae, &["--family", "sd3", "--latent-space", "vae"]);
+    for (family, scale, shift) in [("sd3", 1.5305, 0.0609), ("flux1", 0.3611, 0.1159)] {
+        let file = lab.latents("scaled.safetensors", &z.map(|_, x| (x - shift) * scale));
+        let image = raw(&lab, file, vae, &["--family", family]);
+        assert_close(&image, &expected, ROUND_TRIP_TOLERANCE, family);
+    }
+}
+
+/// A config.json of something else beside a single file (a transformer's, say) is not the VAE's: as good as none.
+#[test]
+fn the_config_of_another_model_beside_the_file_is_left_alone() {
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &Tensor::wave(&[1, 4, 2, 3]));
+    let vae = lab.copy(&format!("sd-tiny/{WEIGHTS}"), "beside/vae.safetensors");
+    lab.write(
+        "beside/config.json",
+        json!({"_class_name": "UNet2DConditionModel", "in_channels": 4}).to_string(),
+    );
+    let expected = raw(&lab, file, &fixture("sd-tiny"), &[]);
+    assert_same_bits(
+        &raw(&lab, file, vae, &["--family", "sd"]),
+        &expected,
+        "beside a UNet's config",
+    );
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Outputs
+
+#[test]
+fn a_batch_gives_one_numbered_picture_an_image() {
+    let lab = Lab::new();
+    let (latents, expected) = micro("micro-sd");
+    let file = lab.latents("pair.safetensors", &latents);
+    lab.folder("pictures");
+    let run = lab.decode(&[
+        file,
+        "--vae",
+        &fixture("micro-sd"),
+        "--latent-space",
+        "vae",
+        "-o",
+        "pictures",
+    ]);
+    run.wrote(&["pictures/pair_0.png", "pictures/pair_1.png"]);
+    for i in 0..2 {
+        let picture = read_picture(lab.path(&format!("pictures/pair_{i}.png")));
+        let (worst, identical) = picture_difference(&picture, &expected.picture(i), "pair");
+        assert!(
+            worst <= 1 && identical >= 990.0,
+            "image {i} of the batch: off by {worst}, {identical} of 1000 identical"
+        );
+    }
+}
+
+#[test]
+fn a_batch_under_one_picture_name_loses_no_image() {
+    let lab = Lab::new();
+    let file = lab.latents("pair.safetensors", &micro("micro-sd").0);
+    let run = lab.decode(&[
+        file,
+        "--vae",
+        &fixture("micro-sd"),
+        "--latent-space",
+        "vae",
+        "-o",
+        "out.png",
+    ]);
+    if run.code == Some(0) {
+        run.wrote(&["out_0.png", "out_1.png"]);
+    } else {
+        run.refused(&["out.png|batch|images"]);
+    }
+}
+
+#[test]
+fn without_an_output_the_picture_lands_in_the_current_folder() {
+    let lab = Lab::new();
+    let file = lab.latents("elsewhere/one.safetensors", &micro("micro-no-attention").0);
+    let vae = fixture("micro-no-attention");
+    lab.decode(&[file, "--vae", &vae, "--latent-space", "vae"])
+        .wrote(&["one.png"]);
+    let file = lab.latents("elsewhere/pair.safetensors", &micro("micro-sd").0);
+    let run = lab.decode(&[file, "--vae", &fixture("micro-sd"), "--latent-space", "vae"]);
+    run.wrote(&["pair_0.png", "pair_1.png"]);
+}
+
+#[test]
+fn dots_spaces_and_accents_in_a_name_are_part_of_it() {
+    let lab = Lab::new();
+    let (latents, _) = micro("micro-no-attention");
+    let one = lab.latents("step.050.safetensors", &latents);
+    let two = lab.latents("chat noir, été.safetensors", &latents);
+    let run = lab.decode(&[
+        one,
+        two,
+        "--vae",
+        &fixture("micro-no-attention"),
+        "--latent-space",
+        "vae",
+    ]);
+    run.wrote(&["step.050.png", "chat noir, été.png"]);
+}
+
+#[test]
+fn an_existing_folder_is_a_folder_whatever_its_name() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &micro("micro-no-attention").0);
+    for folder in ["plain", "run.v2", "slash/"] {
+        lab.folder(folder);
+        let vae = fixture("micro-no-attention");
+        let run = lab.decode(&[file, "--vae", &vae, "--latent-space", "vae", "-o", folder]);
+        run.wrote(&[&format!("{}/one.png", folder.trim_end_matches('/'))]);
+    }
+}
+
+/// Made or refused; but a file called `new` would be neither.
+#[test]
+fn a_trailing_slash_is_never_a_file() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &micro("micro-no-attention").0);
+    for out in ["new/", "new.png/"] {
+        let run = lab.decode(&[
+            file,
+            "--vae",
+            &fixture("micro-no-attention"),
+            "--latent-space",
+            "vae",
+            "-o",
+            out,
+        ]);
+        if run.code == Some(0) {
+            run.wrote(&[&format!("{out}one.png")]);
+        } else {
+            run.refused(&["new"]);
+        }
+    }
+}
+
+#[test]
+fn the_extension_chooses_the_format() {
+    let lab = Lab::new();
+    let (latents, expected) = micro("micro-no-attention");
+    let file = lab.latents("one.safetensors", &latents);
+    let vae = fixture("micro-no-attention");
+    let expected = expected.picture(0);
+    for (name, magic, offset) in [
+        ("one.png", &b"\x89PNG"[..], 0),
+        ("one.PNG", &b"\x89PNG"[..], 0),
+        ("one.jpg", &b"\xff\xd8\xff"[..], 0),
+        ("one.webp", &b"WEBP"[..], 8),
+    ] {
+        lab.decode(&[file, "--vae", &vae, "--latent-space", "vae", "-o", name])
+            .wrote(&[name]);
+        let bytes = fs::read(lab.path(name)).unwrap();
+        assert!(
+            bytes[offset..].starts_with(magic),
+            "{name} starts with {:x?}",
+            &bytes[..12]
+        );
+        let picture = read_picture(lab.path(name));
+        assert_eq!(picture.dimensions(), (18, 10), "{name}");
+        // The picture is nearly noise, which JPEG blurs; channels in another order would still be 50 off on average.
+        let sum: u64 = picture
+            .iter()
+            .zip(expected.iter())
+            .map(|(a, b)| u64::from(a.abs_diff(*b)))
+            .sum();
+        let mean = sum as f64 / expected.len() as f64;
+        assert!(mean < 20.0, "{name} is off by {mean} on average");
+    }
+}
+
+#[test]
+fn pngs_have_no_gamma_to_shift_their_colours() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &micro("micro-no-attention").0);
+    lab.decode(&[file, "--vae", &fixture("micro-no-attention"), "--latent-space", "vae"])
+        .wrote(&["one.png"]);
+    let chunks = png_chunks(&fs::read(lab.path("one.png")).unwrap());
+    assert!(!chunks.iter().any(|chunk| chunk == "gAMA"), "{chunks:?}");
+    read_picture(lab.path("one.png")); // 8-bit RGB, no alpha
+}
+
+#[test]
+fn raw_images_hold_the_whole_batch_unclamped() {
+    let lab = Lab::new();
+    let (latents, expected) = micro("micro-sd");
+    let file = lab.latents("pair.safetensors", &latents);
+    let options = [file, "--vae", &fixture("micro-sd"), "--latent-space", "vae", "-o"];
+    lab.decode(&[&options[..], &["out.safetensors"]].concat())
+        .wrote(&["out.safetensors"]);
+    lab.decode(&[&options[..], &["out.npy"]].concat()).wrote(&["out.npy"]);
+    let (image, array) = (lab.raw_image("out.safetensors"), read_npy(lab.path("out.npy")));
+    assert_close(&image, &expected, F32_TOLERANCE, "out.safetensors");
+    assert_same_bits(&array, &image, "out.npy against out.safetensors");
+    assert!(
+        expected.values().iter().any(|x| x.abs() > 1.5),
+        "test bug: this fixture must go beyond -1..1"
+    );
+}
+
+#[test]
+fn force_replaces_the_picture() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &micro("micro-no-attention").0);
+    lab.write("one.png", "an older picture");
+    let run = lab.decode(&[
+        file,
+        "--vae",
+        &fixture("micro-no-attention"),
+        "--latent-space",
+        "vae",
+        "--force",
+    ]);
+    run.wrote(&["one.png"]);
+    read_picture(lab.path("one.png"));
+}
+
+#[test]
+fn two_runs_give_the_same_bytes() {
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &micro("micro-sd3").0);
+    for folder in ["a", "b"] {
+        let out = format!("{folder}/");
+        lab.folder(folder);
+        let run = lab.decode(&[
+            file,
+            "--vae",
+            &fixture("micro-sd3"),
+            "--latent-space",
+            "vae",
+            "-o",
+            &out,
+        ]);
+        run.wrote(&[&format!("{folder}/z_0.png"), &format!("{folder}/z_1.png")]);
+    }
+    for i in 0..2 {
+        let read = |folder: &str| fs::read(lab.path(&format!("{folder}/z_{i}.png"))).unwrap();
+        assert!(read("a") == read("b"), "image {i} differs between two runs");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What it says
+
+#[test]
+fn stdout_is_for_json_alone() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    let vae = fixture("micro-no-attention");
+    for (options, out) in [
+        (&[][..], "plain.png"),
+        (&["--explain"], "explained.png"),
+        (&["-q"], "quiet.png"),
+    ] {
+        let run = lab.decode(&[&[file, "--vae", &vae, "-o", out], options].concat());
+        run.wrote(&[out]);
+        assert_eq!(run.stdout, "", "{options:?} wrote to stdout\n{run}");
+    }
+}
+
+#[test]
+fn what_was_inferred_is_said_unless_quiet() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    let vae = fixture("micro-no-attention");
+    let run = lab.decode(&[file, "--vae", &vae]);
+    run.wrote(&["one.png"]);
+    assert!(
+        run.stderr.to_lowercase().contains("diffusion"),
+        "the inferred space is not named\n{run}"
+    );
+    let run = lab.decode(&[file, "--vae", &vae, "-o", "quiet.png", "-q"]);
+    run.wrote(&["quiet.png"]);
+    assert_eq!(run.stderr, "", "-q is not quiet\n{run}");
+}
+
+#[test]
+fn explain_prints_the_plan_and_changes_nothing() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    let args = [file, "--vae", &fixture("micro-no-attention"), "-o"];
+    let plain = lab.decode(&[&args[..], &["plain.safetensors"]].concat());
+    plain.wrote(&["plain.safetensors"]);
+    let explained = lab.decode(&[&args[..], &["explained.safetensors", "--explain"]].concat());
+    explained.wrote(&["explained.safetensors"]);
+    let (few, many) = (plain.stderr.lines().count(), explained.stderr.lines().count());
+    assert!(
+        many >= few + 5,
+        "a plan site by site is more than {} lines\n{explained}",
+        many - few.min(many)
+    );
+    assert!(
+        explained.stderr.contains("conv"),
+        "a plan without a convolution\n{explained}"
+    );
+    let (plain, explained) = (
+        lab.raw_image("plain.safetensors"),
+        lab.raw_image("explained.safetensors"),
+    );
+    assert_same_bits(&explained, &plain, "--explain");
+}
+
+const JSON_KEYS: [&str; 13] = [
+    "input",
+    "output",
+    "family",
+    "space",
+    "width",
+    "height",
+    "device",
+    "dtype",
+    "quality",
+    "load_s",
+    "decode_s",
+    "write_s",
+    "peak_bytes",
+];
+
+#[test]
+fn json_has_one_complete_line_an_image() {
+    let lab = Lab::new();
+    let pair = lab.latents("pair.safetensors", &Tensor::wave(&[2, 4, 7, 5]));
+    let one = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 3, 8]));
+    lab.folder("out");
+    let run = lab.decode(&[pair, one, "--vae", &fixture("micro-sd"), "-o", "out", "--json"]);
+    run.wrote(&["out/pair_0.png", "out/pair_1.png", "out/one.png"]);
+    let lines = run.json();
+    let expected = [
+        ("pair.safetensors", "pair_0.png", 10, 14),
+        ("pair.safetensors", "pair_1.png", 10, 14),
+        ("one.safetensors", "one.png", 16, 6),
+    ];
+    assert_eq!(lines.len(), expected.len(), "one line an image\n{run}");
+    for (line, (input, output, width, height)) in lines.iter().zip(expected) {
+        for key in JSON_KEYS {
+            assert!(line.get(key).is_some(), "no {key:?} in {line}\n{run}");
+        }
+        let text = |key: &str| {
+            line[key]
+                .as_str()
+                .unwrap_or_else(|| panic!("{key} is not a string in {line}\n{run}"))
+        };
+        assert!(text("input").ends_with(input), "input of {line}");
+        assert!(text("output").ends_with(output), "output of {line}");
+        assert!(
+            lab.path(text("output")).is_file(),
+            "there is no file {}",
+            text("output")
+        );
+        assert_eq!(line["width"], json!(width), "{line}");
+        assert_eq!(line["height"], json!(height), "{line}");
+        assert_eq!(text("family"), "sd", "{line}");
+        assert_eq!(text("space"), "diffusion", "{line}");
+        assert!(text("device").starts_with("cpu"), "{line}");
+        assert_eq!(text("dtype"), "f32", "{line}");
+        assert_eq!(text("quality"), "lossless", "{line}");
+        for key in ["load_s", "decode_s", "write_s"] {
+            assert!(
+                line[key].as_f64().is_some_and(|s| (0.0..600.0).contains(&s)),
+                "{key} of {line}"
+            );
+        }
+        assert!(
+            line["peak_bytes"].is_u64() || line["peak_bytes"].is_null(),
+            "peak_bytes of {line}"
+        );
+    }
+}
+
+#[test]
+fn json_names_the_family_and_the_space() {
+    let cases = [
+        ("sd-tiny", 4, "sd", "diffusion"),
+        ("flux1-tiny", 16, "flux1", "diffusion"),
+        ("micro-sd3", 16, "sd3", "diffusion"),
+        ("micro-flux2-small", 128, "flux2", "diffusion"),
+        ("micro-flux2-small", 32, "flux2", "vae"),
+    ];
+    for (name, channels, family, space) in cases {
+        let lab = Lab::new();
+        let file = lab.latents("z.safetensors", &Tensor::wave(&[1, channels, 2, 2]));
+        let run = lab.decode(&[file, "--vae", &fixture(name), "--json", "-q"]);
+        run.wrote(&["z.png"]);
+        assert_eq!(run.json_field("family"), json!(family), "{name}\n{run}");
+        assert_eq!(
+            run.json_field("space"),
+            json!(space),
+            "{name}, {channels} channels\n{run}"
+        );
+    }
+}
+
+/// f16 turns SDXL's images black; a model that says force_upcast gets f32, and the user is told.
+#[test]
+fn f16_on_a_model_that_overflows_in_it_runs_in_f32() {
+    let (latents, _) = micro("micro-sd");
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &latents);
+    let vae = fixture("micro-sd");
+    let args = [
+        file,
+        "--vae",
+        &vae,
+        "--latent-space",
+        "vae",
+        "--json",
+        "-o",
+        "half.safetensors",
+        "--dtype",
+        "f16",
+    ];
+    let run = lab.decode(&args);
+    run.wrote(&["half.safetensors"]);
+    for line in run.json() {
+        assert_eq!(line["dtype"], json!("f32"), "{run}");
+    }
+    assert!(run.stderr.contains("f32"), "the user is not told\n{run}");
+    let expected = raw_from_vae_space(&fixture("micro-sd"), &latents, &["--dtype", "f32"]);
+    assert_same_bits(
+        &lab.raw_image("half.safetensors"),
+        &expected,
+        "--dtype f16 with force_upcast",
+    );
+}
+
+/// What the CPU can't compute in may be refused or widened, not botched.
+#[test]
+fn half_precision_is_close_to_f32_or_refused() {
+    for dtype in ["f16", "bf16"] {
+        let lab = Lab::new();
+        let vae = lab.model("relaxed", MICRO_SD, |_, config| config["force_upcast"] = json!(false));
+        let (latents, expected) = micro("micro-sd");
+        let file = lab.latents("z.safetensors", &latents);
+        let args = [
+            file,
+            "--vae",
+            vae,
+            "--latent-space",
+            "vae",
+            "--json",
+            "-o",
+            "out.safetensors",
+            "--dtype",
+            dtype,
+        ];
+        let run = lab.decode(&args);
+        if run.code != Some(0) {
+            run.refused(&[dtype]);
+            continue;
+        }
+        run.wrote(&["out.safetensors"]);
+        for line in run.json() {
+            let ran = line["dtype"].as_str().unwrap_or_default();
+            assert!(
+                ran == dtype || (ran == "f32" && run.stderr.contains("f32")),
+                "{dtype} ran as {ran:?}, unsaid\n{run}"
+            );
+        }
+        assert_close(&lab.raw_image("out.safetensors"), &expected, 0.25, dtype);
+    }
+}
+
+#[test]
+fn help_lists_every_flag() {
+    let run = Lab::new().decode_on_any_device(&["--help"]);
+    run.wrote(&[]);
+    let flags = "--vae --config --quality --device --dtype --family --latent-space --height --width -o -q";
+    for flag in flags.split(' ').chain(["--explain", "--json", "--force"]) {
+        assert!(run.stdout.contains(flag), "--help does not mention {flag}\n{run}");
+    }
+}

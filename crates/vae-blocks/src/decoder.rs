@@ -1,0 +1,72 @@
+use burn::{
+    module::Module,
+    nn::conv::Conv2d,
+    tensor::{Device, Tensor},
+};
+
+use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3};
+
+/// The decoder of AutoencoderKL and AutoencoderKLFlux2
+/// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/autoencoders/vae.py)).
+#[derive(Module, Debug)]
+pub struct Decoder {
+    pub conv_in: Conv2d,
+    pub mid_block: MidBlock,
+    pub up_blocks: Vec<UpBlock>,
+    pub conv_norm_out: GroupNorm,
+    pub conv_out: Conv2d,
+}
+
+/// Sees the activation after each stage of a decode, named by its module path ("decoder.mid_block").
+///
+/// Called as soon as the stage's work is enqueued, so on a GPU it may run long before the values exist.
+pub type Observer<'a> = dyn FnMut(&str, &Tensor<4>) + 'a;
+
+impl Decoder {
+    /// A decoder with Burn's default random weights, for loading into or for benchmarks.
+    ///
+    /// Parameters are created lazily: loading weights first costs no memory for the random ones. The config must be
+    /// valid, as every [`vae_io::VaeConfig`] that was parsed is.
+    pub fn new(config: &DecoderConfig, device: &Device) -> Self {
+        let groups = config.norm_num_groups;
+        // Widths are listed from the image inwards, as the encoder meets them.
+        let widths: Vec<usize> = config.block_out_channels.iter().rev().copied().collect();
+        let (widest, narrowest) = (widths[0], widths[widths.len() - 1]);
+        let up_blocks = widths.iter().enumerate().map(|(i, &width)| {
+            let previous = widths[i.saturating_sub(1)];
+            let is_last = i + 1 == widths.len();
+            UpBlock::new(previous, width, config.layers_per_block + 1, groups, !is_last, device)
+        });
+        Self {
+            conv_in: conv3x3(config.latent_channels, widest, device),
+            mid_block: MidBlock::new(widest, groups, config.mid_block_add_attention, device),
+            up_blocks: up_blocks.collect(),
+            conv_norm_out: GroupNorm::new(groups, narrowest, device),
+            conv_out: conv3x3(narrowest, config.out_channels, device),
+        }
+    }
+
+    /// Decodes VAE-space latents (after `post_quant_conv`) with stock operations.
+    ///
+    /// # Shapes
+    /// - `z`: `[batch, latent_channels, height, width]`
+    /// - returns `[batch, out_channels, s * height, s * width]` in -1..1, `s` = 2^(up blocks - 1)
+    pub fn forward(&self, z: Tensor<4>, observer: &mut Observer<'_>) -> Tensor<4> {
+        let x = self.conv_in.forward(z);
+        observer("decoder.conv_in", &x);
+        let mut x = self.mid_block.forward(x);
+        observer("decoder.mid_block", &x);
+        for (i, up_block) in self.up_blocks.iter().enumerate() {
+            x = up_block.forward(x);
+            observer(&format!("decoder.up_blocks.{i}"), &x);
+        }
+        let x = self.conv_out.forward(self.conv_norm_out.forward_silu(x));
+        observer("decoder.conv_out", &x);
+        x
+    }
+
+    /// Stages that an [`Observer`] is told of in one decode.
+    pub fn num_stages(&self) -> usize {
+        self.up_blocks.len() + 3
+    }
+}

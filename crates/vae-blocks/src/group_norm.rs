@@ -1,0 +1,40 @@
+use burn::{
+    module::{Module, Param},
+    nn::Initializer,
+    tensor::{Device, Tensor, activation::silu},
+};
+
+/// Group normalisation with f32 statistics, named as in checkpoints (Burn's own calls its weights gamma and beta).
+#[derive(Module, Debug)]
+pub struct GroupNorm {
+    /// Per-channel scale, `[channels]`.
+    pub weight: Param<Tensor<1>>,
+    /// Per-channel shift, `[channels]`.
+    pub bias: Param<Tensor<1>>,
+    /// Groups the channels are split into.
+    pub num_groups: usize,
+}
+
+impl GroupNorm {
+    /// Added to the variance; the same in every supported model.
+    pub const EPSILON: f64 = 1e-6;
+
+    /// A norm that scales by one and shifts by zero; `channels` must be a multiple of `num_groups`.
+    pub fn new(num_groups: usize, channels: usize, device: &Device) -> Self {
+        Self {
+            weight: Initializer::Ones.init([channels], device),
+            bias: Initializer::Zeros.init([channels], device),
+            num_groups,
+        }
+    }
+
+    /// Normalises `[batch, channels, height, width]`; see [`vae_ops::group_norm`].
+    pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+        vae_ops::group_norm(x, self.weight.val(), self.bias.val(), self.num_groups, Self::EPSILON)
+    }
+
+    /// [`forward`](Self::forward) followed by SiLU, as it stands before every 3x3 convolution but the first.
+    pub fn forward_silu(&self, x: Tensor<4>) -> Tensor<4> {
+        silu(self.forward(x))
+    }
+}

@@ -1,0 +1,49 @@
+//! The decoder that every supported VAE shares, as Burn modules, with the gate and the plan that choose how it runs.
+//!
+//! Field names are the checkpoint's key names, so a module's parameter paths are the keys of diffusers' checkpoints
+//! without a table in between.
+
+mod attention_block;
+mod decoder;
+mod group_norm;
+mod latents;
+mod mid_block;
+mod model;
+mod plan;
+mod quality;
+mod resnet_block;
+mod up_block;
+mod upsample;
+
+pub use attention_block::AttentionBlock;
+pub use decoder::{Decoder, Observer};
+pub use group_norm::GroupNorm;
+pub use latents::{Latents, unpatchify_if};
+pub use mid_block::MidBlock;
+pub use model::VaeModel;
+pub use plan::{Implementation, Operation, Plan, Site, SitePlan};
+pub use quality::Quality;
+pub use resnet_block::ResnetBlock;
+pub use up_block::UpBlock;
+pub use upsample::Upsample;
+pub use vae_io::{DecoderConfig, Error, LatentSpace, Result};
+
+use burn::{
+    nn::{
+        PaddingConfig2d,
+        conv::{Conv2d, Conv2dConfig},
+    },
+    tensor::Device,
+};
+
+/// The 3x3 convolution of a VAE decoder: stride 1, padding 1, with a bias.
+pub(crate) fn conv3x3(channels_in: usize, channels_out: usize, device: &Device) -> Conv2d {
+    Conv2dConfig::new([channels_in, channels_out], [3, 3])
+        .with_padding(PaddingConfig2d::Explicit(1, 1, 1, 1))
+        .init(device)
+}
+
+/// The 1x1 convolution of a VAE decoder, with a bias.
+pub fn conv1x1(channels_in: usize, channels_out: usize, device: &Device) -> Conv2d {
+    Conv2dConfig::new([channels_in, channels_out], [1, 1]).init(device)
+}

@@ -1,0 +1,28 @@
+use burn::{
+    module::Module,
+    nn::conv::Conv2d,
+    tensor::{Device, Tensor},
+};
+
+use crate::conv3x3;
+
+/// Nearest-neighbour doubling followed by a 3x3 convolution
+/// ([diffusers' Upsample2D](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/upsampling.py)).
+#[derive(Module, Debug)]
+pub struct Upsample {
+    pub conv: Conv2d,
+}
+
+impl Upsample {
+    /// An upsampler that keeps the number of channels.
+    pub fn new(channels: usize, device: &Device) -> Self {
+        Self {
+            conv: conv3x3(channels, channels, device),
+        }
+    }
+
+    /// `[batch, channels, height, width]` to `[batch, channels, 2 * height, 2 * width]`.
+    pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+        self.conv.forward(vae_ops::upsample_nearest2x(x))
+    }
+}

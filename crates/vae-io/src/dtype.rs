@@ -1,0 +1,66 @@
+use std::fmt;
+
+/// Floating-point types that latents and checkpoints are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    F16,
+    BF16,
+    F32,
+    F64,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F16 | Self::BF16 => 2,
+            Self::F32 => 4,
+            Self::F64 => 8,
+        }
+    }
+
+    /// Widens (or, for f64, rounds) little-endian bytes of this type to f32, appending to `out`.
+    ///
+    /// Trailing bytes that do not fill an element are ignored; callers check lengths against the header first.
+    pub fn extend_f32(self, bytes: &[u8], out: &mut Vec<f32>) {
+        match self {
+            Self::F16 => out.extend(elements(bytes).map(|b| half::f16::from_le_bytes(b).to_f32())),
+            Self::BF16 => out.extend(elements(bytes).map(|b| half::bf16::from_le_bytes(b).to_f32())),
+            Self::F32 => out.extend(elements(bytes).map(f32::from_le_bytes)),
+            Self::F64 => out.extend(elements(bytes).map(|b| f64::from_le_bytes(b) as f32)),
+        }
+    }
+}
+
+fn elements<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
+    bytes.as_chunks::<N>().0.iter().copied()
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_type_reads_little_endian() {
+        let read = |dtype: DType, bytes: &[u8]| {
+            let mut out = Vec::new();
+            dtype.extend_f32(bytes, &mut out);
+            out
+        };
+        assert_eq!(read(DType::F16, &[0x00, 0x3e, 0x00, 0xc0]), [1.5, -2.0]);
+        assert_eq!(read(DType::BF16, &[0xc0, 0x3f, 0x00, 0xc0]), [1.5, -2.0]);
+        assert_eq!(read(DType::F32, &1.5f32.to_le_bytes()), [1.5]);
+        assert_eq!(read(DType::F64, &0.1f64.to_le_bytes()), [0.1]);
+    }
+}

@@ -1,0 +1,25 @@
+//! Files around a diffusion VAE decode, without any tensor library: latents, configs, checkpoints, images.
+//!
+//! Everything read here comes from outside, so every reader validates headers before it allocates, returns
+//! [`Error`] instead of panicking, and never allocates more than a small multiple of the file's own size.
+
+mod checkpoint;
+mod config;
+mod dtype;
+mod error;
+mod image;
+mod latents;
+mod mapped;
+mod npy;
+mod output;
+
+pub use checkpoint::{Checkpoint, CheckpointTensor};
+pub use config::{AutoencoderKlConfig, DecoderConfig, Family, Flux2Config, VaeConfig};
+pub use dtype::DType;
+pub use error::{Error, ShapeMismatch};
+pub use image::{Image, Rgb8};
+pub use latents::{LatentFile, LatentLayout, LatentSpace, LatentsHint, LatentsOptions, LatentsReading};
+pub use output::OutputFormat;
+
+/// Result of everything in this project that can fail.
+pub type Result<T, E = Error> = core::result::Result<T, E>;

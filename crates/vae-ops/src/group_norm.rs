@@ -1,0 +1,126 @@
+use burn::tensor::{FloatDType, Tensor};
+
+/// Group normalisation with statistics in f32 whatever the input's type, as PyTorch computes it.
+///
+/// Each of `groups` groups of consecutive channels is normalised over its channels and all pixels with its biased
+/// variance, then scaled and shifted per channel: `(x - mean) / sqrt(var + epsilon) * weight + bias`
+/// ([Wu & He 2018](https://arxiv.org/abs/1803.08494)). The arithmetic is f32 from input to output; the result is
+/// rounded once to the input's type.
+///
+/// # Shapes
+/// - `x`: `[batch, channels, height, width]`, `channels` a multiple of `groups`
+/// - `weight`, `bias`: `[channels]`
+/// - returns the shape and type of `x`
+pub fn group_norm(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
+    let dtype: FloatDType = x.dtype().into();
+    let [batch, channels, height, width] = x.dims();
+    let group_size = channels / groups;
+
+    // Burn's own GroupNorm widens f16 only, and bf16 statistics of a million pixels are noise.
+    let x = x
+        .cast(FloatDType::F32)
+        .reshape([batch, groups, group_size * height * width]);
+    let mean = x.clone().mean_dim(2);
+    // Centring before squaring keeps the variance right where the mean is large.
+    let x = x.sub(mean);
+    let variance = x.clone().square().mean_dim(2);
+    let inverse_deviation = variance.add_scalar(epsilon).sqrt().recip();
+
+    let scale = weight.cast(FloatDType::F32).reshape([1, groups, group_size]) * inverse_deviation;
+    let shift = bias.cast(FloatDType::F32).reshape([1, channels, 1]);
+    x.reshape([batch, channels, height * width])
+        .mul(scale.reshape([batch, channels, 1]))
+        .add(shift)
+        .reshape([batch, channels, height, width])
+        .cast(dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{DType, Device, TensorData};
+
+    fn normalise(x: TensorData, groups: usize, dtype: DType) -> Vec<f32> {
+        let device = Device::flex();
+        let channels = x.shape[1];
+        let x = Tensor::<4>::from_data(x, (&device, dtype));
+        let weight = Tensor::<1>::from_floats(&[2.0, 1.0, 0.5, 1.0][..channels], &device).cast(dtype);
+        let bias = Tensor::<1>::from_floats(&[0.0, 1.0, -1.0, 0.5][..channels], &device).cast(dtype);
+        let y = group_norm(x, weight, bias, groups, 1e-6);
+        assert_eq!(y.dtype(), dtype);
+        y.into_data_dtype(DType::F32).into_vec().unwrap()
+    }
+
+    fn assert_close(found: &[f32], expected: &[f32], tolerance: f32) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(
+                (found - expected).abs() <= tolerance,
+                "{found} is not {expected} within {tolerance}"
+            );
+        }
+    }
+
+    /// torch.nn.functional.group_norm(torch.arange(16.).reshape(1, 4, 2, 2), 2, weight, bias, 1e-6)
+    #[test]
+    fn matches_pytorch_on_two_groups() {
+        let x = TensorData::new((0..16).map(|v| v as f32).collect::<Vec<_>>(), [1, 4, 2, 2]);
+        #[rustfmt::skip]
+        let expected = [
+            -3.0550504, -2.1821790, -1.3093073, -0.4364358, 1.2182178, 1.6546536, 2.0910895, 2.5275252,
+            -1.7637626, -1.5455446, -1.3273268, -1.1091089, 0.7182179, 1.1546536, 1.5910892, 2.0275249,
+        ];
+        assert_close(&normalise(x, 2, DType::F32), &expected, 2e-6);
+    }
+
+    #[test]
+    fn a_large_mean_does_not_swallow_the_variance() {
+        // Values 1000 +- 1: E[x^2] - E[x]^2 in f32 would be off by a tenth.
+        let values = (0..64)
+            .map(|i| if i % 2 == 0 { 999.0 } else { 1001.0 })
+            .collect::<Vec<f32>>();
+        let y = normalise(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F32);
+        let expected = (0..64)
+            .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
+            .collect::<Vec<f32>>();
+        assert_close(&y, &expected, 1e-5);
+    }
+
+    #[test]
+    fn bf16_statistics_are_not_accumulated_in_bf16() {
+        // A bf16 sum of 4096 values near 1 stops growing at 256.
+        let values = (0..4096)
+            .map(|i| if i % 2 == 0 { 0.5 } else { 1.5 })
+            .collect::<Vec<f32>>();
+        let y = normalise(TensorData::new(values, [1, 1, 64, 64]), 1, DType::BF16);
+        let expected = (0..4096)
+            .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
+            .collect::<Vec<f32>>();
+        assert_close(&y, &expected, 1e-2);
+    }
+
+    #[test]
+    fn f16_squares_above_65504_do_not_overflow() {
+        let values = (0..64)
+            .map(|i| if i % 2 == 0 { -3000.0 } else { 3000.0 })
+            .collect::<Vec<f32>>();
+        let y = normalise(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F16);
+        let expected = (0..64)
+            .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
+            .collect::<Vec<f32>>();
+        assert_close(&y, &expected, 2e-3);
+    }
+
+    #[test]
+    fn batch_items_have_their_own_statistics() {
+        let one = (0..12).map(|v| (v * v) as f32).collect::<Vec<_>>();
+        let two = one.iter().map(|v| v * -3.0 + 7.0).collect::<Vec<_>>();
+        let both = normalise(
+            TensorData::new([one.clone(), two.clone()].concat(), [2, 4, 1, 3]),
+            2,
+            DType::F32,
+        );
+        assert_eq!(both[..12], normalise(TensorData::new(one, [1, 4, 1, 3]), 2, DType::F32));
+        assert_eq!(both[12..], normalise(TensorData::new(two, [1, 4, 1, 3]), 2, DType::F32));
+    }
+}

@@ -1,0 +1,14 @@
+//! Operations of a VAE decoder on Burn tensors; this crate knows nothing of models or files.
+//!
+//! Each operation is written out of stock Burn ops, in the order of the original model. They are what
+//! `Quality::Lossless` runs and what faster forms are measured against.
+
+mod attention;
+mod group_norm;
+mod patchify;
+mod upsample;
+
+pub use attention::attention;
+pub use group_norm::group_norm;
+pub use patchify::unpatchify2x2;
+pub use upsample::upsample_nearest2x;

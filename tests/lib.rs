@@ -1,0 +1,114 @@
+//! What the integration tests share: fixtures, and decoding them through the library.
+
+use std::path::{Path, PathBuf};
+
+use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
+use burn_vae::{DType, Latents, LoadOptions, Quality, VaeDecoder};
+use vae_io::{LatentFile, LatentLayout, LatentsOptions, LatentsReading, VaeConfig};
+
+/// The models with random weights, each with the checkpoint files of the same weights.
+pub const MICRO_MODELS: [(&str, &[&str]); 4] = [
+    (
+        "micro-sd",
+        &[
+            "diffusion_pytorch_model.safetensors",
+            "ldm.safetensors",
+            "old_attention_names.safetensors",
+            "full_checkpoint_ldm.safetensors",
+        ],
+    ),
+    (
+        "micro-sd3",
+        &[
+            "diffusion_pytorch_model.safetensors",
+            "ldm.safetensors",
+            "full_checkpoint_ldm.safetensors",
+        ],
+    ),
+    (
+        "micro-flux2-small",
+        &["diffusion_pytorch_model.safetensors", "bfl.safetensors"],
+    ),
+    ("micro-no-attention", &["diffusion_pytorch_model.safetensors"]),
+];
+
+/// The trained models and their pictures.
+pub const TRAINED_MODELS: [&str; 3] = ["flux2-tiny", "flux1-tiny", "sd-tiny"];
+/// Pictures of every trained model.
+pub const PICTURES: [&str; 3] = ["astronaut", "chelsea", "coffee"];
+
+/// A file of tests/fixtures; `BURN_VAE_FIXTURES` moves the folder, for a test binary carried to another machine.
+pub fn fixture(name: &str) -> PathBuf {
+    let folder = std::env::var_os("BURN_VAE_FIXTURES")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"), PathBuf::from);
+    folder.join(name)
+}
+
+/// The weights of a model: its folder, or the file where the folder holds other safetensors files too.
+pub fn weights(model: &str) -> String {
+    match model {
+        "flux1-tiny" => format!("{model}/ae.safetensors"),
+        _ => model.to_string(),
+    }
+}
+
+/// Tensor `name` of a safetensors file of f32.
+pub fn read_tensor(path: &Path, name: &str) -> (Vec<usize>, Vec<f32>) {
+    let bytes = std::fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let view = file.tensor(name).unwrap();
+    assert_eq!(view.dtype(), safetensors::Dtype::F32);
+    let (values, []) = view.data().as_chunks::<4>() else {
+        panic!("{name} is not f32")
+    };
+    (
+        view.shape().to_vec(),
+        values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
+    )
+}
+
+/// Loads a model, or one of the checkpoint files of a model.
+pub fn load(path: &str, device: &Device, dtype: DType) -> VaeDecoder {
+    let options = LoadOptions {
+        dtype: Some(dtype),
+        ..LoadOptions::default()
+    };
+    VaeDecoder::load(fixture(&weights(path)), device, &options)
+        .unwrap()
+        .decoder
+}
+
+/// Decodes with Lossless and reads the image back as f32.
+pub fn decode(vae: &VaeDecoder, latents: Latents) -> Vec<f32> {
+    let image = vae.decode(latents, Quality::Lossless).unwrap();
+    image.into_data_dtype(BurnDType::F32).into_vec().unwrap()
+}
+
+/// The VAE-space latents of a micro model, and the image that diffusers makes of them.
+pub fn micro(model: &str, device: &Device) -> (Latents, Vec<f32>) {
+    let path = fixture(model).join("expected.safetensors");
+    let (shape, values) = read_tensor(&path, "vae_latents");
+    let latents = Tensor::<4>::from_data(TensorData::new(values, shape), (device, BurnDType::F32));
+    (Latents::vae(latents), read_tensor(&path, "image").1)
+}
+
+/// The latents of a trained model's picture, read from the file as `decode` reads it.
+pub fn picture(model: &str, picture: &str, device: &Device) -> Latents {
+    let file = LatentFile::read(fixture(&format!("{model}/latents/{picture}.safetensors"))).unwrap();
+    let config = VaeConfig::read(fixture(model).join("config.json")).unwrap();
+    let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &LatentsOptions::default()).unwrap();
+    assert_eq!(reading.layout, LatentLayout::Map);
+    let latents = Tensor::<4>::from_data(TensorData::new(file.values, file.shape), (device, BurnDType::F32));
+    Latents::diffusion(latents).in_space(reading.space)
+}
+
+/// Largest and mean absolute difference.
+pub fn difference(a: &[f32], b: &[f32]) -> (f32, f64) {
+    assert_eq!(a.len(), b.len());
+    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+    // `f32::max` ignores NaN; a NaN must not read as no difference.
+    assert!(differences.clone().all(|d| d.is_finite()), "values are not finite");
+    let max = differences.clone().fold(0.0, f32::max);
+    let mean = differences.map(f64::from).sum::<f64>() / a.len() as f64;
+    (max, mean)
+}

@@ -1,0 +1,122 @@
+//! The library on the CPU, f32: against diffusers' own f32 outputs, and what must not change a bit.
+
+use burn::{module::Module, store::ModuleRecord, tensor::Device};
+use burn_vae::{AutoencoderKl, AutoencoderKlFlux2, DType, Latents, Quality, VaeConfig, VaeDecoder, VaeModule};
+use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture, read_tensor};
+
+#[test]
+fn every_random_model_and_key_style_matches_diffusers() {
+    let device = Device::flex();
+    for (model, files) in MICRO_MODELS {
+        let (latents, expected) = micro(model, &device);
+        let mut first: Option<Vec<f32>> = None;
+        for file in files {
+            let image = decode(&load(&format!("{model}/{file}"), &device, DType::F32), latents.clone());
+            let (max, _) = difference(&image, &expected);
+            assert!(max <= 5e-5, "{model}/{file}: max abs difference {max}");
+            // The same weights under other names decode to the same bits.
+            let first = first.get_or_insert_with(|| image.clone());
+            assert_eq!(image, *first, "{model}/{file}");
+        }
+    }
+}
+
+#[test]
+fn trained_models_match_diffusers() {
+    let device = Device::flex();
+    for model in TRAINED_MODELS {
+        let image = decode(&load(model, &device, DType::F32), picture(model, "chelsea", &device));
+        let (_, expected) = read_tensor(&fixture(&format!("{model}/chelsea.expected.safetensors")), "image");
+        let (max, _) = difference(&image, &expected);
+        assert!(max <= 5e-5, "{model}: max abs difference {max}");
+    }
+}
+
+#[test]
+fn a_saved_record_loads_strictly_into_a_new_module_and_decodes_to_the_same_bits() {
+    let device = Device::flex();
+    for model in ["micro-sd", "micro-sd3", "micro-flux2-small", "micro-no-attention"] {
+        let (latents, _) = micro(model, &device);
+        let vae = load(model, &device, DType::F32);
+        let before = decode(&vae, latents.clone());
+
+        let path = tempfile::tempdir().unwrap().keep().join("record.bpk");
+        let config = VaeConfig::read(fixture(model).join("config.json")).unwrap();
+        let reloaded: VaeModule = match (vae.into_module(), config) {
+            (VaeModule::AutoencoderKl(module), VaeConfig::AutoencoderKl(config)) => {
+                module.into_record().save(&path).unwrap();
+                let record = ModuleRecord::load(&path).unwrap();
+                AutoencoderKl::new(&config, &device).load_record(record).into()
+            }
+            (VaeModule::Flux2(module), VaeConfig::Flux2(config)) => {
+                module.into_record().save(&path).unwrap();
+                let record = ModuleRecord::load(&path).unwrap();
+                AutoencoderKlFlux2::new(&config, &device).load_record(record).into()
+            }
+            _ => panic!("{model}: module and config are of different families"),
+        };
+        assert_eq!(decode(&VaeDecoder::from_module(reloaded), latents), before, "{model}");
+    }
+}
+
+#[test]
+fn other_weights_do_not_decode_to_the_same_picture() {
+    // Guards the test above and every comparison of bits: weights must matter.
+    let device = Device::flex();
+    let (latents, expected) = micro("micro-sd", &device);
+    let config = VaeConfig::read(fixture("micro-sd/config.json")).unwrap();
+    let VaeConfig::AutoencoderKl(config) = config else {
+        panic!("micro-sd is an AutoencoderKL")
+    };
+    let image = decode(&VaeDecoder::from_module(AutoencoderKl::new(&config, &device)), latents);
+    assert!(difference(&image, &expected).0 > 0.01);
+}
+
+#[test]
+fn one_image_of_a_batch_has_the_bits_it_has_alone() {
+    let device = Device::flex();
+    let (shape, values) = read_tensor(&fixture("micro-sd3/expected.safetensors"), "vae_latents");
+    let vae = load("micro-sd3", &device, DType::F32);
+    let latents = |values: &[f32], batch: usize| {
+        let mut shape = shape.clone();
+        shape[0] = batch;
+        let data = burn::tensor::TensorData::new(values.to_vec(), shape);
+        Latents::vae(burn::tensor::Tensor::from_data(data, &device))
+    };
+    let both = decode(&vae, latents(&values, 2));
+    let alone = decode(&vae, latents(&values[..values.len() / 2], 1));
+    let (max, _) = difference(&both[..alone.len()], &alone);
+    assert!(max <= 5e-6, "max abs difference {max}");
+}
+
+#[test]
+fn half_precision_on_the_cpu_stays_near_f32() {
+    let device = Device::flex();
+    let (latents, expected) = micro("micro-flux2-small", &device);
+    // bf16 keeps 8 bits of mantissa, f16 11; micro-flux2-small says force_upcast, so f16 runs in f32.
+    let bf16 = decode(&load("micro-flux2-small", &device, DType::BF16), latents.clone());
+    let (max, mean) = difference(&bf16, &expected);
+    assert!(
+        mean <= 5e-3 && max <= 5e-2 && mean > 0.0,
+        "bf16: max {max}, mean {mean}"
+    );
+    let f16 = decode(&load("micro-flux2-small", &device, DType::F16), latents);
+    assert!(difference(&f16, &expected).0 <= 5e-5);
+}
+
+#[test]
+fn latents_that_do_not_fit_are_refused_before_anything_runs() {
+    let device = Device::flex();
+    let vae = load("micro-sd3", &device, DType::F32);
+    let latents = |shape| Latents::diffusion(burn::tensor::Tensor::<4>::zeros(shape, &device));
+    let error = vae
+        .decode(latents([1, 4, 8, 8]), Quality::Lossless)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("4 channels and the VAE takes 16"), "{error}");
+    let error = vae
+        .decode(latents([1, 16, 8, 8]), Quality::High)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("quality high is not available"), "{error}");
+}
