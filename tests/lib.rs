@@ -81,7 +81,7 @@ pub fn load(path: &str, device: &Device, dtype: DType) -> VaeDecoder {
 /// Decodes with Lossless and reads the image back as f32.
 pub fn decode(vae: &VaeDecoder, latents: Latents) -> Vec<f32> {
     let image = vae.decode(latents, Quality::Lossless).unwrap();
-    image.into_data_dtype(BurnDType::F32).into_vec().unwrap()
+    image.into_data_dtype(BurnDType::F32).try_into_vec().unwrap()
 }
 
 /// The VAE-space latents of a micro model, and the image that diffusers makes of them.

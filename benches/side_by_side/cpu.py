@@ -8,7 +8,7 @@ The model is full-size FLUX.1 with seeded random weights, so nothing is download
     venv/bin/python benches/side_by_side/cpu.py --size 512 --runs 5 \\
         --decode-bin target/release/decode --json cpu.json             # side by side
 
-If the decoder is a subcommand, quote both words: --decode-bin "target/release/vae decode".
+Options of our decoder go in the same quotes: --decode-bin "target/release/decode --quality high".
 
 Every variant has processes of its own: PyTorch one for each variant, which loads the model
 once; our binary a new one for each run, which reports the time of the decode without the
@@ -159,7 +159,7 @@ class Ours:
         if process.returncode:
             sys.exit(f"{shlex.join(self.command)} ended with status {process.returncode}")
         report = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
-        return {"seconds": report["decode_s"], "peak_kib": usage.ru_maxrss, "own_peak": report["peak_bytes"]}
+        return {"seconds": report["decode_s"], "peak_kib": usage.ru_maxrss, "own_peak": report.get("peak_bytes")}
 
     def close(self) -> None:
         pass
@@ -239,11 +239,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
           f"{first['PyTorch']['imports_kib'] / 1024:.0f} MiB of it.")
     if options.decode_bin:
         report["accuracy"] = difference(folder)
-        own_peak = max(run["own_peak"] for run in results[Ours.name])
+        own_peak = max(run["own_peak"] or 0 for run in results[Ours.name])
         psnr = report["accuracy"]["psnr_db"]
         print(f"burn-vae against PyTorch: max abs error {report['accuracy']['max_abs_error']:.3g}, PSNR "
               f"{'infinite' if psnr is None else f'{psnr:.1f} dB'} (range 2); peak by its own count "
-              f"{own_peak / 2**20:.0f} MiB.")
+              f"{f'{own_peak / 2**20:.0f} MiB' if own_peak else 'unknown'}.")
     return report
 
 

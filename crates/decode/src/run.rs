@@ -224,7 +224,7 @@ fn decode_job(
         let data = image
             .try_into_data_dtype(BurnDType::F32)
             .map_err(|error| failed(error.to_string()))?;
-        let data: Vec<f32> = data.into_vec().map_err(|error| failed(format!("{error:?}")))?;
+        let data: Vec<f32> = data.try_into_vec().map_err(|error| failed(format!("{error:?}")))?;
         if data.iter().any(|value| !value.is_finite()) {
             return Err(non_finite_stage(job, index, decoder, device, quality));
         }

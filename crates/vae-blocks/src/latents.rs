@@ -129,7 +129,7 @@ mod tests {
             .repeat_dim(2, 4);
         let (map, patched) = Latents::tokens(tokens, 2, 3).into_map(1).unwrap();
         assert!(patched);
-        let image: Vec<f32> = unpatchify_if(map, patched).into_data().into_vec().unwrap();
+        let image: Vec<f32> = unpatchify_if(map, patched).into_data().try_into_vec().unwrap();
         let rows = [[0., 0., 1., 1., 2., 2.], [3., 3., 4., 4., 5., 5.0f32]];
         assert_eq!(image, [rows[0], rows[0], rows[1], rows[1]].concat());
     }

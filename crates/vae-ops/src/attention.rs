@@ -36,7 +36,7 @@ mod tests {
     use burn::tensor::{Device, Distribution};
 
     fn values(tensor: Tensor<3>) -> Vec<f32> {
-        tensor.into_data().into_vec().unwrap()
+        tensor.into_data().try_into_vec().unwrap()
     }
 
     #[test]

@@ -42,13 +42,13 @@ mod tests {
 
     fn normalise(x: TensorData, groups: usize, dtype: DType) -> Vec<f32> {
         let device = Device::flex();
-        let channels = x.shape[1];
+        let channels = x.shape()[1];
         let x = Tensor::<4>::from_data(x, (&device, dtype));
         let weight = Tensor::<1>::from_floats(&[2.0, 1.0, 0.5, 1.0][..channels], &device).cast(dtype);
         let bias = Tensor::<1>::from_floats(&[0.0, 1.0, -1.0, 0.5][..channels], &device).cast(dtype);
         let y = group_norm(x, weight, bias, groups, 1e-6);
         assert_eq!(y.dtype(), dtype);
-        y.into_data_dtype(DType::F32).into_vec().unwrap()
+        y.into_data_dtype(DType::F32).try_into_vec().unwrap()
     }
 
     fn assert_close(found: &[f32], expected: &[f32], tolerance: f32) {

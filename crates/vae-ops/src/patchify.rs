@@ -22,7 +22,7 @@ mod tests {
         let device = Device::flex();
         // Two channels, one pixel: patch (row, column) of channel c has the value 10c + 2 row + column.
         let x = Tensor::<1>::from_floats([0., 1., 2., 3., 10., 11., 12., 13.], &device).reshape([1, 8, 1, 1]);
-        let y: Vec<f32> = unpatchify2x2(x).into_data().into_vec().unwrap();
+        let y: Vec<f32> = unpatchify2x2(x).into_data().try_into_vec().unwrap();
         assert_eq!(y, [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0f32]);
     }
 
@@ -30,7 +30,7 @@ mod tests {
     fn rows_and_columns_are_not_swapped_on_wide_maps() {
         let device = Device::flex();
         let x = Tensor::<1>::from_floats([0., 1., 2., 3., 4., 5., 6., 7.], &device).reshape([1, 4, 1, 2]);
-        let y: Vec<f32> = unpatchify2x2(x).into_data().into_vec().unwrap();
+        let y: Vec<f32> = unpatchify2x2(x).into_data().try_into_vec().unwrap();
         assert_eq!(y, [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0f32]);
     }
 }

@@ -24,7 +24,7 @@ mod tests {
     fn every_pixel_is_repeated_on_odd_sizes() {
         let device = Device::flex();
         let x = Tensor::<4>::from_floats([[[[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]]]], &device);
-        let y: Vec<f32> = upsample_nearest2x(x).into_data().into_vec().unwrap();
+        let y: Vec<f32> = upsample_nearest2x(x).into_data().try_into_vec().unwrap();
         let expected: [f32; 24] = [
             1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0, 6.0, 6.0, 4.0, 4.0, 5.0,
             5.0, 6.0, 6.0,

@@ -85,7 +85,7 @@ mod tests {
         let latents = Tensor::<4>::full([1, config.decoder.latent_channels, 1, 1], value, &device);
         let model = AutoencoderKl::new(config, &device);
         let z = model.to_vae_space(Latents::diffusion(latents)).unwrap();
-        z.into_data().into_vec().unwrap()
+        z.into_data().try_into_vec().unwrap()
     }
 
     fn assert_close(found: &[f32], expected: &[f32]) {
@@ -116,6 +116,6 @@ mod tests {
         let model = AutoencoderKl::new(&AutoencoderKlConfig::flux1(), &device);
         let latents = Tensor::<4>::full([1, 16, 1, 1], 0.25, &device);
         let z = model.to_vae_space(Latents::vae(latents)).unwrap();
-        assert_eq!(z.into_data().into_vec::<f32>().unwrap(), [0.25; 16]);
+        assert_eq!(z.into_data().try_into_vec::<f32>().unwrap(), [0.25; 16]);
     }
 }

@@ -120,7 +120,7 @@ mod tests {
         let z = model().to_vae_space(Latents::diffusion(map(128))).unwrap();
         assert_eq!(z.dims(), [1, 32, 2, 2]);
         // sqrt(4 + 1e-4) + 0.5
-        let values: Vec<f32> = z.into_data().into_vec().unwrap();
+        let values: Vec<f32> = z.into_data().try_into_vec().unwrap();
         assert!(
             values.iter().all(|value| (value - 2.500_025).abs() <= 1e-6),
             "{values:?}"
@@ -134,7 +134,7 @@ mod tests {
             assert_eq!(z.dims()[1], 32);
             assert!(
                 z.into_data()
-                    .into_vec::<f32>()
+                    .try_into_vec::<f32>()
                     .unwrap()
                     .iter()
                     .all(|&value| value == 1.0)
