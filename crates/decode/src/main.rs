@@ -18,9 +18,12 @@ fn main() -> ExitCode {
     match run::run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => Args::command().error(ErrorKind::ArgumentConflict, message).exit(),
-        Err(Failure::Error(error)) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
+        Err(Failure::Error(error)) => fail(&error),
+        Err(Failure::Latents(path, error)) => fail(&format_args!("`{}`: {error}", path.display())),
     }
+}
+
+fn fail(message: &dyn std::fmt::Display) -> ExitCode {
+    eprintln!("error: {message}");
+    ExitCode::FAILURE
 }

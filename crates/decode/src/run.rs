@@ -1,4 +1,8 @@
-use std::{io::Write, path::Path, time::Instant};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
 use burn_vae::{DeviceName, Latents, LoadOptions, Loaded, Quality, VaeConfig, VaeDecoder, peak_memory};
@@ -17,6 +21,18 @@ pub enum Failure {
     Usage(String),
     /// Something outside was not as it should be.
     Error(Error),
+    /// The latents of this file do not fit.
+    Latents(PathBuf, Error),
+}
+
+impl Failure {
+    /// Names the file in errors that know only a shape.
+    fn in_file(path: &Path) -> impl FnOnce(Error) -> Self {
+        move |error| match error {
+            Error::InvalidLatents { .. } | Error::AmbiguousLatents { .. } => Self::Latents(path.to_path_buf(), error),
+            error => Self::Error(error),
+        }
+    }
 }
 
 impl From<Error> for Failure {
@@ -76,11 +92,8 @@ fn run_with(args: &Args, progress: &Progress) -> Result<(), Failure> {
 
     progress.begin("load");
     let started = Instant::now();
-    let files = args
-        .latents
-        .iter()
-        .map(|path| LatentFile::read(path))
-        .collect::<Result<Vec<_>>>()?;
+    let read = |path: &PathBuf| LatentFile::read(path).map_err(Failure::in_file(path));
+    let files = args.latents.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let (device, device_name) = args.device.open()?;
     let asked = args.dtype.on(device_name);
     let options = LoadOptions {
@@ -106,7 +119,8 @@ fn run_with(args: &Args, progress: &Progress) -> Result<(), Failure> {
 
     let mut jobs = Vec::with_capacity(files.len());
     for file in files {
-        let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &args.latents_options())?;
+        let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &args.latents_options())
+            .map_err(Failure::in_file(&file.path))?;
         say(&format!("{}: {reading}", file.path.display()));
         let target = destination.target(&file.path, reading.batch);
         jobs.push(Job { file, reading, target });

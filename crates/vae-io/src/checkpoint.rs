@@ -71,7 +71,7 @@ impl Checkpoint {
     /// Opens a `.safetensors` file, the folder of a model, or the folder of a pipeline with the model in `vae/`.
     ///
     /// In a folder, the weights are `diffusion_pytorch_model.safetensors`, the shards of its index, or the only
-    /// `.safetensors` file.
+    /// `.safetensors` file with a decoder.
     ///
     /// # Errors
     ///
@@ -209,6 +209,14 @@ fn read_header(file: &[u8], path: &Path) -> Result<Header> {
         data_start: file.len() - data.len(),
         tensors,
     })
+}
+
+/// Whether a file has any tensor of a decoder.
+fn has_decoder(path: &Path) -> Result<bool> {
+    let header = read_header(&map(path)?, path)?;
+    let names = || header.tensors.iter().map(|(name, _)| name.as_str());
+    let up_blocks = keys::count_up_blocks(names());
+    Ok(names().any(|name| keys::canonical(name, up_blocks).is_some()))
 }
 
 #[cfg(test)]

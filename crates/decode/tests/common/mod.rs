@@ -386,6 +386,8 @@ impl Lab {
             .args(args)
             .current_dir(self.dir.path())
             .env("RUST_BACKTRACE", "1")
+            // Without it Mesa's Vulkan driver prints lines of its own that start with "error:".
+            .env("XDG_RUNTIME_DIR", std::env::temp_dir())
             .stdin(Stdio::null())
             .output()
             .expect("the decode binary starts");

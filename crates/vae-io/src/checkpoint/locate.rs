@@ -75,11 +75,12 @@ fn in_folder(folder: &Path) -> Result<Located> {
     Err(Error::invalid_file(
         folder,
         "checkpoint folder",
-        "neither it nor its vae/ holds a .safetensors file",
+        "neither it nor its vae/ holds a .safetensors file with a decoder",
     ))
 }
 
-/// The one `.safetensors` file of a folder. Several are variants or shards without their index: a choice not ours.
+/// The one `.safetensors` file of a folder, or the one of several that has a decoder. More are variants or shards without
+/// their index: a choice not ours.
 fn only_weights(folder: &Path) -> Result<Option<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(Error::io("read", folder))? {
@@ -92,9 +93,13 @@ fn only_weights(folder: &Path) -> Result<Option<PathBuf>> {
     }
     found.sort();
     if found.len() > 1 {
+        // A file that cannot be read may be the one that is meant, so it stays a candidate.
+        found.retain(|path| super::has_decoder(path).unwrap_or(true));
+    }
+    if found.len() > 1 {
         let names: Vec<_> = found.iter().filter_map(|path| path.file_name()?.to_str()).collect();
         let reason = format!(
-            "it holds several .safetensors files, name one of them: {}",
+            "it holds several VAE checkpoints, name one of them: {}",
             names.join(", ")
         );
         return Err(Error::invalid_file(folder, "checkpoint folder", reason));
