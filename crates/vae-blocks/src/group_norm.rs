@@ -1,7 +1,7 @@
 use burn::{
     module::{Module, Param},
     nn::Initializer,
-    tensor::{Device, Tensor, activation::silu},
+    tensor::{Device, Tensor},
 };
 
 /// Group normalisation with f32 statistics, named as in checkpoints (Burn's own calls its weights gamma and beta).
@@ -35,6 +35,6 @@ impl GroupNorm {
 
     /// [`forward`](Self::forward) followed by SiLU, as it stands before every 3x3 convolution but the first.
     pub fn forward_silu(&self, x: Tensor<4>) -> Tensor<4> {
-        silu(self.forward(x))
+        vae_ops::group_norm_silu(x, self.weight.val(), self.bias.val(), self.num_groups, Self::EPSILON)
     }
 }

@@ -9,6 +9,6 @@ mod patchify;
 mod upsample;
 
 pub use attention::attention;
-pub use group_norm::group_norm;
+pub use group_norm::{group_norm, group_norm_silu};
 pub use patchify::unpatchify2x2;
 pub use upsample::upsample_nearest2x;
