@@ -1,6 +1,8 @@
 //! `decode`: saved diffusion latents to images. Parses, calls `burn_vae`, prints.
 
 mod args;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod gpu_cache;
 mod outputs;
 mod progress;
 mod run;
@@ -15,6 +17,8 @@ use run::Failure;
 /// Exit codes: 0 done, 1 failed, 2 wrong usage.
 fn main() -> ExitCode {
     let args = Args::parse();
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    gpu_cache::persist();
     match run::run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => Args::command().error(ErrorKind::ArgumentConflict, message).exit(),
