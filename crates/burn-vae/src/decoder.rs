@@ -34,7 +34,7 @@ pub struct LoadOptions {
     pub config: Option<PathBuf>,
     /// The family, for weights without a config; a config of another family is refused.
     pub family: Option<Family>,
-    /// The type to run in; f32 by default.
+    /// The type to run in: f32 (the default), f16 or bf16.
     pub dtype: Option<DType>,
 }
 
@@ -47,6 +47,8 @@ pub struct Loaded {
     pub config: VaeConfig,
     /// Which tensors were applied.
     pub report: LoadReport,
+    /// The files that were read: weights, and the config if there was one.
+    pub files: Vec<PathBuf>,
     /// The type it runs in. Not the one asked for where f16 would overflow (`force_upcast`): that is f32.
     pub dtype: DType,
 }
@@ -60,7 +62,8 @@ impl VaeDecoder {
     /// ([`Error::WeightsMismatch`]), and a device that cannot compute in the type ([`Error::UnsupportedDType`]).
     pub fn load(path: impl AsRef<Path>, device: &Device, options: &LoadOptions) -> Result<Loaded> {
         let checkpoint = Checkpoint::open(path.as_ref())?;
-        let config = read_config(&checkpoint, options)?;
+        let config_path = options.config.clone().or_else(|| checkpoint.config_path());
+        let config = read_config(&checkpoint, config_path.as_deref(), options.family)?;
         let asked = options.dtype.unwrap_or(DType::F32);
         let dtype = match asked {
             DType::F16 if config.force_upcast() => DType::F32,
@@ -82,6 +85,7 @@ impl VaeDecoder {
             decoder: Self::from_module(module),
             config,
             report,
+            files: checkpoint.files().iter().cloned().chain(config_path).collect(),
             dtype,
         })
     }
@@ -127,7 +131,7 @@ impl VaeDecoder {
 
     /// Stages that an observer is told of in one decode.
     pub fn num_stages(&self) -> usize {
-        self.model().decoder().num_stages()
+        self.model().num_stages()
     }
 
     /// What would run for `quality`, site by site.
@@ -168,14 +172,13 @@ impl From<AutoencoderKlFlux2> for VaeModule {
     }
 }
 
-/// The config asked for, else the one beside the weights, else what the tensors and the family tell.
-fn read_config(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<VaeConfig> {
-    let path = options.config.clone().or_else(|| checkpoint.config_path());
+/// The config of a file, else what the tensors and the family tell.
+fn read_config(checkpoint: &Checkpoint, path: Option<&Path>, family: Option<Family>) -> Result<VaeConfig> {
     let Some(path) = path else {
-        return VaeConfig::infer(checkpoint, options.family);
+        return VaeConfig::infer(checkpoint, family);
     };
-    let config = VaeConfig::read(&path)?;
-    if let Some(family) = options.family {
+    let config = VaeConfig::read(path)?;
+    if let Some(family) = family {
         config.check_family(family)?;
     }
     Ok(config)
@@ -184,18 +187,17 @@ fn read_config(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<VaeConf
 /// Burn's name of a type, if the device computes in it.
 fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
     let float = match dtype {
-        DType::F16 => FloatDType::F16,
-        DType::BF16 => FloatDType::BF16,
-        DType::F32 => FloatDType::F32,
-        DType::F64 => FloatDType::F64,
+        DType::F16 => Some(FloatDType::F16),
+        DType::BF16 => Some(FloatDType::BF16),
+        DType::F32 => Some(FloatDType::F32),
+        // Statistics and softmax are f32, so it would promise more than it gives.
+        DType::F64 => None,
     };
-    if device.supports_dtype(BurnDType::from(float)) {
-        Ok(float)
-    } else {
-        Err(Error::UnsupportedDType {
+    float
+        .filter(|&float| device.supports_dtype(BurnDType::from(float)))
+        .ok_or_else(|| Error::UnsupportedDType {
             device: format!("{device:?}"),
             dtype,
             supported: "f32",
         })
-    }
 }

@@ -49,7 +49,7 @@ impl DeviceName {
         }
     }
 
-    #[allow(dead_code, reason = "unused when every backend is built in")]
+    #[cfg(not(all(feature = "flex", feature = "cuda", feature = "wgpu")))]
     fn not_built_in(self, feature: &str) -> Error {
         self.unavailable(format!("built without `{feature}`; rebuild with --features {feature}"))
     }
@@ -163,8 +163,8 @@ fn wgpu_has_a_gpu() -> bool {
     false
 }
 
-/// The most memory this process has held, in bytes: device memory that Burn's pools hold now, or the resident set's
-/// peak for the CPU. `None` where the system does not tell.
+/// Bytes that the device's memory pools have reserved, or for the CPU the peak of the process's resident set. `None` where
+/// the system does not tell.
 ///
 /// Pools keep what they reserve, so right after a decode their size is close to its peak.
 pub fn peak_memory(device: &Device) -> Option<u64> {

@@ -42,13 +42,19 @@ impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} tensors applied, {} missing, {} unexpected, {} of another shape, {} not the decoder's",
+            "{} tensors applied, {} of the file are not the decoder's",
             self.applied.len(),
-            self.missing.len(),
-            self.unexpected.len(),
-            self.mismatched.len(),
             self.ignored
-        )
+        )?;
+        let differences = [
+            (self.missing.len(), "missing"),
+            (self.unexpected.len(), "unexpected"),
+            (self.mismatched.len(), "of another shape"),
+        ];
+        differences
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .try_for_each(|(count, what)| write!(f, ", {count} {what}"))
     }
 }
 
@@ -69,10 +75,10 @@ pub fn apply_checkpoint<M: Module>(module: M, checkpoint: &Checkpoint, dtype: Fl
     let module = module.map(&mut loader);
     let mut report = loader.report;
     let mismatched = report.mismatched.iter().map(|mismatch| &mismatch.key);
-    let known: BTreeSet<&String> = report.applied.iter().chain(mismatched).collect();
+    let known: BTreeSet<&str> = report.applied.iter().chain(mismatched).map(String::as_str).collect();
     report.unexpected = checkpoint
         .keys()
-        .filter(|key| !known.contains(&key.to_string()))
+        .filter(|key| !known.contains(key))
         .map(str::to_string)
         .collect();
     (module, report)
@@ -82,7 +88,7 @@ struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     dtype: DType,
     path: Vec<String>,
-    /// The type of the module at each step of `path`, as Burn names it.
+    /// The type of the module at each step of `path`, as Burn names it: "Struct:Linear".
     containers: Vec<String>,
     report: LoadReport,
 }
@@ -125,7 +131,7 @@ impl ModuleMapper for Loader<'_> {
             values = transposed(&values, shape[1]);
             shape.reverse();
         }
-        // Through f32 to the target: exact for every half type, one rounding where it narrows.
+        // Through f32 to the target: exact for every half type, one rounding from f32 (f64 rounds twice).
         let data = TensorData::new(values, shape).convert_dtype(self.dtype);
         let id = param.id;
         let value = Tensor::from_data(data, (&param.lazy_device(), self.dtype));

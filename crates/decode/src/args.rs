@@ -8,7 +8,7 @@ use vae_io::{LatentSpace, LatentsOptions};
 #[derive(Debug, Parser)]
 #[command(name = "decode", version, about)]
 pub struct Args {
-    /// Files of latents: .safetensors or .npy
+    /// Files of latents: .safetensors, .npy or ComfyUI's .latent
     #[arg(required = true, value_name = "LATENTS")]
     pub latents: Vec<PathBuf>,
 
@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(short, long, value_name = "OUT")]
     pub output: Option<PathBuf>,
 
-    /// lossless: stock operations; high: re-associated and fused
+    /// lossless: stock operations; high: re-associated and fused (not available in this version)
     #[arg(long, value_name = "lossless|high", default_value_t)]
     pub quality: Quality,
 

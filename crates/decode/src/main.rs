@@ -28,6 +28,7 @@ fn main() -> ExitCode {
 }
 
 fn fail(message: &dyn std::fmt::Display) -> ExitCode {
-    eprintln!("error: {message}");
+    // A name with a line break in it must not make a second line.
+    progress::print_stderr(&format!("error: {message}").replace('\n', "\\n"));
     ExitCode::FAILURE
 }

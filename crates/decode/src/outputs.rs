@@ -34,6 +34,16 @@ impl Target {
         }
     }
 
+    /// Refuses images that the format has no room for.
+    ///
+    /// # Errors
+    /// [`Error::ImageTooLarge`]
+    pub fn check_size(&self, width: usize, height: usize) -> Result<()> {
+        self.paths()
+            .iter()
+            .try_for_each(|path| OutputFormat::from_path(path)?.check_size(path, width, height))
+    }
+
     /// The file that image `index` of the batch goes to.
     pub fn path_of(&self, index: usize) -> &Path {
         match self {
@@ -53,7 +63,8 @@ impl Destination {
             return Ok(Self::Folder(PathBuf::new()));
         };
         let folder = || Self::Folder(output.to_path_buf());
-        if output.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        let last = output.as_os_str().as_encoded_bytes().last();
+        if last.is_some_and(|&byte| std::path::is_separator(byte.into())) {
             return Ok(folder());
         }
         match OutputFormat::from_path(output) {
@@ -75,30 +86,30 @@ impl Destination {
             ),
             Self::Folder(folder) => (folder.as_path(), input.file_stem(), Some("png".as_ref())),
         };
-        let (stem, extension) = (
-            stem.unwrap_or_default().to_string_lossy(),
-            extension.unwrap_or_default(),
-        );
-        let extension = extension.to_string_lossy();
+        let name = |index: Option<usize>| {
+            // Not through a string: names need not be UTF-8.
+            let mut name = stem.unwrap_or_default().to_os_string();
+            if let Some(index) = index {
+                name.push(format!("_{index}"));
+            }
+            name.push(".");
+            name.push(extension.unwrap_or_default());
+            folder.join(name)
+        };
         Target::Pictures(match batch {
-            1 => vec![folder.join(format!("{stem}.{extension}"))],
-            _ => (0..batch)
-                .map(|index| folder.join(format!("{stem}_{index}.{extension}")))
-                .collect(),
+            1 => vec![name(None)],
+            _ => (0..batch).map(|index| name(Some(index))).collect(),
         })
     }
 }
 
-/// Refuses what would fail only after decoding: targets that exist (unless `force`), that two inputs share, or whose
-/// folder is missing; the folder of `-o` itself is made when it is written to.
+/// Refuses what would fail only after decoding: targets that exist (unless `force`), that two inputs share, that this
+/// run reads, or whose folder is missing or cannot be written to. The folder of `-o` itself is made.
 ///
 /// # Errors
-/// [`Error::OutputCollision`] and those of [`OutputFormat::check`].
-pub fn check(destination: &Destination, targets: &[(&Path, &Target)], force: bool) -> Result<()> {
-    let is_new_folder = match destination {
-        Destination::Folder(folder) => !folder.as_os_str().is_empty() && !folder.exists(),
-        Destination::File(..) => false,
-    };
+/// [`Error::OutputCollision`], [`Error::OutputIsInput`], [`Error::Io`] and those of [`OutputFormat::check`].
+pub fn check(destination: &Destination, targets: &[(&Path, &Target)], read: &[PathBuf], force: bool) -> Result<()> {
+    let read: Vec<PathBuf> = read.iter().filter_map(|path| path.canonicalize().ok()).collect();
     let mut written_by = BTreeMap::new();
     for &(input, target) in targets {
         for path in target.paths() {
@@ -111,12 +122,18 @@ pub fn check(destination: &Destination, targets: &[(&Path, &Target)], force: boo
             if path.is_dir() {
                 return Err(Error::io("write", path)(std::io::ErrorKind::IsADirectory.into()));
             }
-            if !is_new_folder {
-                OutputFormat::check(path, force)?;
+            if path.canonicalize().is_ok_and(|path| read.contains(&path)) {
+                return Err(Error::OutputIsInput { path: path.clone() });
             }
         }
     }
-    Ok(())
+    if let Destination::Folder(folder) = destination
+        && !folder.as_os_str().is_empty()
+    {
+        std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+    }
+    let mut paths = targets.iter().flat_map(|(_, target)| target.paths());
+    paths.try_for_each(|path| OutputFormat::check(path, force).map(|_| ()))
 }
 
 #[cfg(test)]
@@ -143,8 +160,9 @@ mod tests {
     fn two_inputs_never_write_one_file() {
         let target = Target::Raw("x.npy".into());
         let same = [(Path::new("a"), &target), (Path::new("b"), &target)];
-        let destination = Destination::Folder(PathBuf::new());
-        let error = check(&destination, &same, true).unwrap_err().to_string();
+        let error = check(&Destination::Folder(PathBuf::new()), &same, &[], true)
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains("`a`") && error.contains("`b`") && error.contains("x.npy"),
             "{error}"

@@ -1,10 +1,14 @@
-use std::{io::IsTerminal, time::Duration};
+use std::{
+    io::{IsTerminal, Write},
+    time::Duration,
+};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar on standard error when that is a terminal, else nothing.
+/// What a run tells on standard error: lines, and a bar when that is a terminal.
 pub struct Progress {
     bar: ProgressBar,
+    quiet: bool,
 }
 
 impl Progress {
@@ -13,6 +17,7 @@ impl Progress {
         if quiet || !std::io::stderr().is_terminal() {
             return Self {
                 bar: ProgressBar::hidden(),
+                quiet,
             };
         }
         let style = ProgressStyle::with_template("{spinner} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
@@ -20,7 +25,7 @@ impl Progress {
             .progress_chars("=> ");
         let bar = ProgressBar::new(steps as u64).with_style(style);
         bar.enable_steady_tick(Duration::from_millis(100));
-        Self { bar }
+        Self { bar, quiet }
     }
 
     /// Whether anyone can see it.
@@ -43,13 +48,34 @@ impl Progress {
         self.bar.inc(1);
     }
 
-    /// Prints a line to standard error without tearing the bar.
-    pub fn print(&self, line: &str) {
-        self.bar.suspend(|| eprintln!("{line}"));
+    /// Prints a line unless `-q` was given.
+    pub fn say(&self, line: &str) {
+        if !self.quiet {
+            self.print(line);
+        }
+    }
+
+    /// Prints without tearing the bar.
+    pub fn print(&self, text: &str) {
+        self.bar.suspend(|| print_stderr(text));
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
         self.bar.finish_and_clear();
     }
+}
+
+/// Prints to standard error, with control characters of names escaped. `eprintln!` would panic where it is closed or full,
+/// and nothing is lost then but words.
+pub fn print_stderr(text: &str) {
+    let escape = |c: char| {
+        if c.is_control() && c != '\n' {
+            c.escape_default().to_string()
+        } else {
+            c.to_string()
+        }
+    };
+    let text: String = text.chars().map(escape).collect();
+    let _ = writeln!(std::io::stderr(), "{text}");
 }

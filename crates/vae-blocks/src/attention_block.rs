@@ -7,7 +7,7 @@ use burn::{
 use crate::GroupNorm;
 
 /// Self-attention over all pixels with one head as wide as the channels, pre-norm, with a residual connection
-/// ([diffusers' Attention](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/attention_processor.py)).
+/// ([diffusers' Attention](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/attention_processor.py)).
 #[derive(Module, Debug)]
 pub struct AttentionBlock {
     pub group_norm: GroupNorm,

@@ -7,7 +7,7 @@ use burn::{
 use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3};
 
 /// The decoder of AutoencoderKL and AutoencoderKLFlux2
-/// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/autoencoders/vae.py)).
+/// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/vae.py)).
 #[derive(Module, Debug)]
 pub struct Decoder {
     pub conv_in: Conv2d,
@@ -63,10 +63,5 @@ impl Decoder {
         let x = self.conv_out.forward(self.conv_norm_out.forward_silu(x));
         observer("decoder.conv_out", &x);
         x
-    }
-
-    /// Stages that an [`Observer`] is told of in one decode.
-    pub fn num_stages(&self) -> usize {
-        self.up_blocks.len() + 3
     }
 }

@@ -73,46 +73,65 @@ impl Latents {
         }
     }
 
-    /// The values as a map, tokens laid out as a patchified one, and whether it is patchified: `[batch, C, h, w]` or
-    /// `[batch, 4 C, h, w]` for a model of `latent_channels` C.
+    /// The values as a map, tokens laid out in rows, for a model of `latent_channels` C.
     ///
     /// # Errors
     /// [`Error::InvalidLatents`] when a dimension is zero, the channels are neither C nor 4 C, or there are not
     /// `height * width` tokens.
-    pub fn into_map(self, latent_channels: usize) -> Result<(Tensor<4>, bool)> {
+    pub fn into_map(self, latent_channels: usize) -> Result<LatentMap> {
         let dims = self.dims();
         let invalid = |reason: String| Err(Error::invalid_latents(&dims, reason));
         if dims.contains(&0) {
             return invalid("a dimension is zero".into());
         }
-        let patched_channels = 4 * latent_channels;
+        let patch_channels = 4 * latent_channels;
         match self.values {
             Values::Map(map) => match map.dims()[1] {
-                channels if channels == latent_channels => Ok((map, false)),
-                channels if channels == patched_channels => Ok((map, true)),
+                channels if channels == latent_channels => Ok(LatentMap::Pixels(map)),
+                channels if channels == patch_channels => Ok(LatentMap::Patches(map)),
                 channels => invalid(format!(
                     "they have {channels} channels and the VAE takes {latent_channels}"
                 )),
             },
             Values::Tokens { tokens, height, width } => {
                 let [batch, count, channels] = tokens.dims();
-                if channels != patched_channels {
+                if channels != patch_channels {
                     return invalid(format!(
-                        "tokens of {channels} channels, the VAE's have {patched_channels}"
+                        "tokens of {channels} channels, the VAE's have {patch_channels}"
                     ));
                 }
                 if height.checked_mul(width) != Some(count) {
                     return invalid(format!("{count} tokens are not {height} x {width}"));
                 }
-                Ok((tokens.swap_dims(1, 2).reshape([batch, channels, height, width]), true))
+                let patches = tokens.swap_dims(1, 2).reshape([batch, channels, height, width]);
+                Ok(LatentMap::Patches(patches))
             }
         }
     }
+
+    /// Whether the values are tokens.
+    pub fn are_tokens(&self) -> bool {
+        matches!(self.values, Values::Tokens { .. })
+    }
 }
 
-/// [`unpatchify2x2`] where `patched`, else the map as it is.
-pub fn unpatchify_if(map: Tensor<4>, patched: bool) -> Tensor<4> {
-    if patched { unpatchify2x2(map) } else { map }
+/// Latents as a map.
+#[derive(Debug, Clone)]
+pub enum LatentMap {
+    /// `[batch, C, height, width]`.
+    Pixels(Tensor<4>),
+    /// `[batch, 4 C, height, width]`: 2x2 patches, channels `(channel, row, column)`.
+    Patches(Tensor<4>),
+}
+
+impl LatentMap {
+    /// `[batch, C, height, width]`.
+    pub fn into_pixels(self) -> Tensor<4> {
+        match self {
+            Self::Pixels(map) => map,
+            Self::Patches(map) => unpatchify2x2(map),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -127,9 +146,8 @@ mod tests {
         let tokens = Tensor::<1>::from_floats([0., 1., 2., 3., 4., 5.], &device)
             .reshape([1, 6, 1])
             .repeat_dim(2, 4);
-        let (map, patched) = Latents::tokens(tokens, 2, 3).into_map(1).unwrap();
-        assert!(patched);
-        let image: Vec<f32> = unpatchify_if(map, patched).into_data().try_into_vec().unwrap();
+        let map = Latents::tokens(tokens, 2, 3).into_map(1).unwrap();
+        let image: Vec<f32> = map.into_pixels().into_data().try_into_vec().unwrap();
         let rows = [[0., 0., 1., 1., 2., 2.], [3., 3., 4., 4., 5., 5.0f32]];
         assert_eq!(image, [rows[0], rows[0], rows[1], rows[1]].concat());
     }

@@ -18,7 +18,7 @@ mod upsample;
 pub use attention_block::AttentionBlock;
 pub use decoder::{Decoder, Observer};
 pub use group_norm::GroupNorm;
-pub use latents::{Latents, unpatchify_if};
+pub use latents::{LatentMap, Latents};
 pub use mid_block::MidBlock;
 pub use model::VaeModel;
 pub use plan::{Implementation, Operation, Plan, Site, SitePlan};
@@ -27,6 +27,7 @@ pub use resnet_block::ResnetBlock;
 pub use up_block::UpBlock;
 pub use upsample::Upsample;
 pub use vae_io::{DecoderConfig, Error, LatentSpace, Result};
+pub use vae_ops::unpatchify2x2;
 
 use burn::{
     nn::{

@@ -6,7 +6,7 @@ use burn::{
 use crate::{AttentionBlock, ResnetBlock};
 
 /// The block at the latents' resolution: resnet, attention, resnet
-/// ([diffusers' UNetMidBlock2D](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/unets/unet_2d_blocks.py)).
+/// ([diffusers' UNetMidBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/unets/unet_2d_blocks.py)).
 #[derive(Module, Debug)]
 pub struct MidBlock {
     pub resnets: Vec<ResnetBlock>,

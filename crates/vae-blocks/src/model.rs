@@ -22,6 +22,12 @@ pub trait VaeModel {
     /// The config the decoder was made from.
     fn decoder_config(&self) -> &DecoderConfig;
 
+    /// Stages that an observer is told of in one decode: the latents, `post_quant_conv`, and those of the decoder.
+    fn num_stages(&self) -> usize {
+        // conv_in, mid_block and conv_out around the up blocks.
+        1 + usize::from(self.post_quant_conv().is_some()) + self.decoder().up_blocks.len() + 3
+    }
+
     /// The device that the weights are on.
     fn device(&self) -> Device {
         self.decoder().conv_in.weight.device()
@@ -37,7 +43,7 @@ pub trait VaeModel {
     /// # Errors
     /// [`Error::QualityUnavailable`] with its reasons.
     fn plan(&self, quality: Quality) -> Result<Plan> {
-        let device = format!("{:?}", self.device());
+        let device = device_name(&self.device());
         let has_post_quant_conv = self.post_quant_conv().is_some();
         Plan::new(
             self.decoder_config(),
@@ -53,8 +59,8 @@ pub trait VaeModel {
     /// Enqueues the work and returns; nothing is synchronised or read back. `observer` is told of every stage.
     ///
     /// # Errors
-    /// [`Error::InvalidLatents`] when the latents do not fit the model, [`Error::QualityUnavailable`] when the plan
-    /// for `quality` is refused.
+    /// [`Error::InvalidLatents`] when the latents do not fit the model, are on another device, or are so large that
+    /// the device could not index an activation; [`Error::QualityUnavailable`] when `quality` is refused.
     fn decode(&self, latents: Latents, quality: Quality, observer: &mut Observer<'_>) -> Result<Tensor<4>> {
         self.plan(quality)?;
         if latents.device() != self.device() {
@@ -65,11 +71,80 @@ pub trait VaeModel {
             );
             return Err(Error::invalid_latents(&latents.dims(), reason));
         }
+        let dims = latents.dims();
         let z = self.to_vae_space(latents)?.cast(self.dtype());
+        observer("latents", &z);
+        let elements = largest_activation(self.decoder_config(), z.dims());
+        if is_indexed_in_32_bits(&self.device()) && elements.is_none_or(|elements| elements > i32::MAX as usize) {
+            let reason = "an activation would have over 2^31 elements, more than this device indexes; use the CPU";
+            return Err(Error::invalid_latents(&dims, reason));
+        }
         let z = match self.post_quant_conv() {
-            Some(conv) => conv.forward(z),
+            Some(conv) => {
+                let z = conv.forward(z);
+                observer("post_quant_conv", &z);
+                z
+            }
             None => z,
         };
         Ok(self.decoder().forward(z, observer))
+    }
+}
+
+/// Elements of the largest tensor between two operations of a decode of `[batch, channels, height, width]` latents;
+/// `None` if they cannot be counted.
+fn largest_activation(config: &DecoderConfig, z: [usize; 4]) -> Option<usize> {
+    let [batch, _, height, width] = z;
+    let pixels = batch.checked_mul(height)?.checked_mul(width)?;
+    let widths: Vec<usize> = config.block_out_channels.iter().rev().copied().collect();
+    let mut largest = 0;
+    for (i, &channels) in widths.iter().enumerate() {
+        // The first resnet of a block has the width of the block before it, already upsampled.
+        let channels = channels.max(widths[i.saturating_sub(1)]);
+        let scale = 1usize.checked_shl(2 * i as u32)?;
+        largest = largest.max(pixels.checked_mul(scale)?.checked_mul(channels)?);
+    }
+    Some(largest)
+}
+
+/// Whether kernels of the device count elements in 32 bits: all but those of the CPU backend.
+fn is_indexed_in_32_bits(device: &Device) -> bool {
+    device_name(device) != "cpu"
+}
+
+/// A device as users know it: `cpu`, else Burn's own words for it.
+fn device_name(device: &Device) -> String {
+    let debug = format!("{device:?}");
+    let name = debug.trim_start_matches("Device<").trim_end_matches('>');
+    if name.starts_with("Flex") {
+        "cpu".to_string()
+    } else {
+        name.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_activation_is_counted_with_upsampled_widths() {
+        let config = DecoderConfig {
+            latent_channels: 16,
+            out_channels: 3,
+            block_out_channels: vec![128, 256, 512, 512],
+            layers_per_block: 2,
+            norm_num_groups: 32,
+            mid_block_add_attention: true,
+        };
+        // 512x512: the last block starts with 256 channels of 512x512 pixels.
+        assert_eq!(largest_activation(&config, [1, 16, 64, 64]), Some(256 * 512 * 512));
+        assert_eq!(largest_activation(&config, [2, 16, 1, 3]), Some(2 * 256 * 8 * 24));
+        assert_eq!(largest_activation(&config, [usize::MAX, 16, 64, 64]), None);
+    }
+
+    #[test]
+    fn the_cpu_is_called_cpu() {
+        assert_eq!(device_name(&Device::flex()), "cpu");
     }
 }

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 
 use crate::{DecoderConfig, Error, Quality, Result};
 
-/// What will run at every site of a decode, decided once per (device, dtype, quality).
+/// What runs at every site of a decode: on one device, in one type, at one quality.
 ///
 /// Made from plain values, so plans for any device can be made, compared and tested without it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,7 +39,6 @@ pub struct Site {
 
 /// What a site computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the fields are channel counts, named as everywhere")]
 pub enum Operation {
     /// 1x1 convolution.
     Conv1x1 { channels_in: usize, channels_out: usize },
@@ -65,7 +64,7 @@ impl Plan {
     /// The plan of a decoder with `config`, and `post_quant_conv` before it if the model has one, on a device.
     ///
     /// # Errors
-    /// [`Error::QualityUnavailable`], with the reason of each kind of site that cannot run at this quality.
+    /// [`Error::QualityUnavailable`] with the reasons, for [`Quality::High`] in this version.
     pub fn new(
         config: &DecoderConfig,
         use_post_quant_conv: bool,
@@ -188,10 +187,10 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "quality {}, device {}, {:?}, {} sites",
+            "quality {}, device {}, {}, {} sites",
             self.quality,
             self.device,
-            self.dtype,
+            self.dtype.name(),
             self.sites.len()
         )?;
         self.sites.iter().try_for_each(|plan| {

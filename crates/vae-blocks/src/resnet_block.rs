@@ -7,7 +7,7 @@ use burn::{
 use crate::{GroupNorm, conv1x1, conv3x3};
 
 /// Two 3x3 convolutions with a residual connection
-/// ([diffusers' ResnetBlock2D](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/resnet.py)).
+/// ([diffusers' ResnetBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/resnet.py)).
 #[derive(Module, Debug)]
 pub struct ResnetBlock {
     pub norm1: GroupNorm,

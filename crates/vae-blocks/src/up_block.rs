@@ -6,7 +6,7 @@ use burn::{
 use crate::{ResnetBlock, Upsample};
 
 /// Resnets at one resolution, then an upsampler on all blocks but the last
-/// ([diffusers' UpDecoderBlock2D](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/unets/unet_2d_blocks.py)).
+/// ([diffusers' UpDecoderBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/unets/unet_2d_blocks.py)).
 #[derive(Module, Debug)]
 pub struct UpBlock {
     pub resnets: Vec<ResnetBlock>,

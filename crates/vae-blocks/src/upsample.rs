@@ -7,7 +7,7 @@ use burn::{
 use crate::conv3x3;
 
 /// Nearest-neighbour doubling followed by a 3x3 convolution
-/// ([diffusers' Upsample2D](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/upsampling.py)).
+/// ([diffusers' Upsample2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/upsampling.py)).
 #[derive(Module, Debug)]
 pub struct Upsample {
     pub conv: Conv2d,

@@ -39,6 +39,20 @@ pub enum Error {
     #[error("the model family is unknown: {reason}; pass --config FILE or --family {{{candidates}}}")]
     UnknownFamily { reason: String, candidates: String },
 
+    /// An output would replace a file that the same run reads.
+    #[error("`{}` is an input of this run; pass another -o", path.display())]
+    OutputIsInput { path: PathBuf },
+
+    /// A picture format does not go that far.
+    #[error("`{}` cannot hold an image of {width}x{height}: {format} ends at {limit} pixels a side; write a .png", path.display())]
+    ImageTooLarge {
+        path: PathBuf,
+        format: &'static str,
+        width: usize,
+        height: usize,
+        limit: usize,
+    },
+
     /// Two inputs would be written to one file.
     #[error("`{}` and `{}` would both be written to `{}`; decode them in two runs", inputs[0].display(), inputs[1].display(), path.display())]
     OutputCollision { path: PathBuf, inputs: [PathBuf; 2] },
@@ -63,7 +77,7 @@ pub enum Error {
     #[error("latents of shape {shape:?} cannot be decoded: {reason}")]
     InvalidLatents { shape: Vec<usize>, reason: String },
 
-    /// The decoder's weights do not match the checkpoint; all of the differences are listed.
+    /// The decoder's weights do not match the checkpoint. The text names the first few of each kind, the fields hold all.
     #[error(
         "the checkpoint does not fit the model: {}",
         list_differences(missing, unexpected, mismatched)
@@ -106,10 +120,6 @@ pub enum Error {
         dtype: DType,
         supported: &'static str,
     },
-
-    /// More memory is needed than there is.
-    #[error("out of memory: {needed}; {suggestion}")]
-    OutOfMemory { needed: String, suggestion: String },
 
     /// The device failed while it was computing.
     #[error("device {device} failed: {reason}")]
@@ -179,5 +189,8 @@ fn list_differences(missing: &[String], unexpected: &[String], mismatched: &[Sha
     if !unexpected.is_empty() {
         parts.push(list("unexpected", unexpected.to_vec()));
     }
-    format!("{}; pass the --config of this checkpoint", parts.join(", "))
+    format!(
+        "{}; check that the file is complete and that the config is its own",
+        parts.join(", ")
+    )
 }

@@ -6,7 +6,6 @@ use crate::{Error, Result};
 pub struct Image {
     shape: [usize; 4],
     data: Vec<f32>,
-    non_finite_hint: &'static str,
 }
 
 /// An image of 8-bit RGB pixels, row by row.
@@ -27,27 +26,12 @@ impl Image {
     pub fn new(shape: [usize; 4], data: Vec<f32>) -> Self {
         let len = shape.iter().try_fold(1usize, |len, &d| len.checked_mul(d));
         assert_eq!(len, Some(data.len()), "the data of an image of shape {shape:?}");
-        Self {
-            shape,
-            data,
-            non_finite_hint: "",
-        }
-    }
-
-    /// Sets the way out that errors name when values are NaN or infinite, with its separator: "; pass --dtype f32".
-    pub fn with_non_finite_hint(mut self, hint: &'static str) -> Self {
-        self.non_finite_hint = hint;
-        self
+        Self { shape, data }
     }
 
     /// `[B, C, H, W]`
     pub fn shape(&self) -> [usize; 4] {
         self.shape
-    }
-
-    /// Images in the batch.
-    pub fn batch(&self) -> usize {
-        self.shape[0]
     }
 
     /// In pixels.
@@ -122,7 +106,7 @@ impl Image {
             stage: "the decoded image".to_owned(),
             count,
             total,
-            hint: self.non_finite_hint,
+            hint: "; decode with --dtype f32, or check the weights",
         })
     }
 }
@@ -181,10 +165,10 @@ mod tests {
         let mut data = vec![0.0; 24];
         data[1] = f32::NAN;
         data[5] = f32::INFINITY;
-        let image = Image::new([2, 3, 2, 2], data).with_non_finite_hint("; pass --dtype f32");
+        let image = Image::new([2, 3, 2, 2], data);
         assert_eq!(
             image.to_rgb8(0).unwrap_err().to_string(),
-            "the decoded image contains 2 non-finite values (NaN or Inf) of 12; pass --dtype f32"
+            "the decoded image contains 2 non-finite values (NaN or Inf) of 12; decode with --dtype f32, or check the weights"
         );
         assert!(image.to_rgb8(1).is_ok());
     }

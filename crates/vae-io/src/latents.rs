@@ -7,7 +7,6 @@ mod file;
 mod reading;
 
 use std::fmt;
-use std::str::FromStr;
 
 pub use file::LatentFile;
 pub use reading::LatentsReading;
@@ -27,19 +26,6 @@ impl fmt::Display for LatentSpace {
             Self::Diffusion => "diffusion",
             Self::Vae => "vae",
         })
-    }
-}
-
-/// The inverse of `Display`; the error is a sentence for the user.
-impl FromStr for LatentSpace {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, Self::Err> {
-        match s {
-            "diffusion" => Ok(Self::Diffusion),
-            "vae" => Ok(Self::Vae),
-            _ => Err(format!("`{s}` is not a latent space; supported: diffusion, vae")),
-        }
     }
 }
 
@@ -74,21 +60,4 @@ pub struct LatentsOptions {
     pub height: Option<usize>,
     /// `--width`, of the image in pixels.
     pub width: Option<usize>,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spaces_parse_as_they_are_written() {
-        for space in [LatentSpace::Diffusion, LatentSpace::Vae] {
-            assert_eq!(space.to_string().parse(), Ok(space));
-        }
-        assert!(
-            "VAE"
-                .parse::<LatentSpace>()
-                .is_err_and(|e| e.contains("diffusion, vae"))
-        );
-    }
 }

@@ -1,14 +1,21 @@
 //! Memory-mapped files, and the header of safetensors files.
 
-use std::{fs::File, path::Path};
+use std::{
+    fs::{self, File},
+    path::Path,
+};
 
 use memmap2::Mmap;
 use safetensors::{Dtype, tensor::Metadata};
 
 use crate::{DType, Error, Result};
 
-/// Maps a file for reading.
+/// Maps a regular file for reading; opening a pipe would wait for its writer.
 pub(crate) fn map(path: &Path) -> Result<Mmap> {
+    let metadata = fs::metadata(path).map_err(Error::io("open", path))?;
+    if !metadata.is_file() {
+        return Err(Error::invalid_file(path, "input", "it is not a regular file"));
+    }
     let file = File::open(path).map_err(Error::io("open", path))?;
     // SAFETY: Rust's rules need bytes that do not change while they are borrowed, which no mapping of a file can
     // promise. As everyone who maps weights we rely on nobody writing to them, say so in `Checkpoint`'s documentation,

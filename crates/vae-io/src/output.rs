@@ -52,7 +52,8 @@ impl OutputFormat {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownExtension`], [`Error::OutputExists`] unless `force`, [`Error::Io`] for a missing folder.
+    /// [`Error::UnknownExtension`], [`Error::OutputExists`] unless `force`, [`Error::Io`] for a folder that is missing or
+    /// cannot be written to.
     pub fn check(path: impl AsRef<Path>, force: bool) -> Result<Self> {
         let path = path.as_ref();
         let format = Self::from_path(path)?;
@@ -66,7 +67,32 @@ impl OutputFormat {
         if !force && fs::symlink_metadata(path).is_ok() {
             return Err(output_exists(path));
         }
+        tempfile::tempfile_in(folder).map_err(|e| Error::io("write into the folder", folder)(e.kind().into()))?;
         Ok(format)
+    }
+
+    /// Refuses images with more pixels a side than the format has numbers for.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ImageTooLarge`]
+    pub fn check_size(self, path: impl AsRef<Path>, width: usize, height: usize) -> Result<()> {
+        let (format, limit) = match self {
+            Self::Jpeg => ("JPEG", 65_535),
+            Self::WebP => ("WebP", 16_384),
+            Self::Png => ("PNG", i32::MAX as usize),
+            Self::Safetensors | Self::Npy => return Ok(()),
+        };
+        if width.max(height) <= limit {
+            return Ok(());
+        }
+        Err(Error::ImageTooLarge {
+            path: path.as_ref().to_path_buf(),
+            format,
+            width,
+            height,
+            limit,
+        })
     }
 
     /// Whether a file of this format holds a whole batch; pictures hold one image.
@@ -94,6 +120,7 @@ impl Image {
         if format.holds_batch() {
             return self.save_tensor(format, [1, c, h, w], self.image(index), path, force);
         }
+        format.check_size(path, w, h)?;
         let rgb = self.to_rgb8(index)?;
         let side = |pixels: usize| u32::try_from(pixels).map_err(|e| Error::io("encode", path)(io::Error::other(e)));
         let (width, height) = (side(rgb.width)?, side(rgb.height)?);
@@ -163,7 +190,8 @@ fn write_whole(
     }
     let file = builder
         .tempfile_in(folder_of(path))
-        .map_err(Error::io("create", path))?;
+        // The error's own text names the temporary file.
+        .map_err(|e| Error::io("create", path)(e.kind().into()))?;
     let mut out = BufWriter::with_capacity(1 << 16, file);
     write(&mut out).map_err(Error::io("write", path))?;
     let file = out.into_inner().map_err(|e| Error::io("write", path)(e.into_error()))?;
@@ -364,7 +392,7 @@ mod tests {
         let wide = Image::new([1, 3, 1, 16385], vec![0.0; 3 * 16385]);
         assert!(matches!(
             wide.save(0, folder.path().join("a.webp"), false),
-            Err(Error::Io { .. })
+            Err(Error::ImageTooLarge { limit: 16_384, .. })
         ));
 
         let mut broken = images().data().to_vec();

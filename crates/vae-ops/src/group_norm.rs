@@ -11,17 +11,15 @@ use burn::tensor::{FloatDType, Tensor, activation::silu};
 /// - `x`: `[batch, channels, height, width]`, `channels` a multiple of `groups`
 /// - `weight`, `bias`: `[channels]`
 /// - returns the shape and type of `x`
+///
+/// Where a variance overflows f32, the group becomes NaN, as in PyTorch, and not a constant that looks like a picture.
 pub fn group_norm(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
-    by_group(x, weight, bias, groups, |x, weight, bias, groups| {
-        normalize(x, weight, bias, groups, epsilon)
-    })
+    by_group(x, weight, bias, groups, epsilon, |x| x)
 }
 
 /// [`group_norm`] followed by SiLU, `x * sigmoid(x)`, in the input's type.
 pub fn group_norm_silu(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
-    by_group(x, weight, bias, groups, |x, weight, bias, groups| {
-        silu(normalize(x, weight, bias, groups, epsilon))
-    })
+    by_group(x, weight, bias, groups, epsilon, silu)
 }
 
 fn normalize(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
@@ -42,14 +40,16 @@ fn normalize(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, ep
     // Centring before squaring keeps the variance right where the mean is large.
     let x = x.sub(per_channel(mean));
     let variance = group_mean(x.clone().mul(x.clone()));
-    let inverse_deviation = variance.add_scalar(epsilon).sqrt().recip();
+    // Zero, or NaN for a variance that is not finite; its inverse alone would be zero and hide the overflow.
+    let overflow = variance.clone().sub(variance.clone());
+    let inverse_deviation = variance.add_scalar(epsilon).sqrt().recip().add(overflow);
 
     let scale = per_channel(inverse_deviation).mul(weight.cast(FloatDType::F32).reshape([1, channels, 1, 1]));
     let shift = bias.cast(FloatDType::F32).reshape([1, channels, 1, 1]);
     x.mul(scale).add(shift).cast(dtype)
 }
 
-/// Runs `operation` (input, weight, bias, groups) on all groups at once, or on the CPU on each group in parallel.
+/// Normalises and activates all groups at once, or on the CPU each group in parallel.
 ///
 /// Burn's CPU backend runs most elementwise operations on one thread, each over the whole tensor; a group at a time
 /// uses every core and stays in the cache. Groups are independent, so the bits are the same.
@@ -58,25 +58,23 @@ fn by_group(
     weight: Tensor<1>,
     bias: Tensor<1>,
     groups: usize,
-    operation: impl Fn(Tensor<4>, Tensor<1>, Tensor<1>, usize) -> Tensor<4> + Sync,
+    epsilon: f64,
+    activation: fn(Tensor<4>) -> Tensor<4>,
 ) -> Tensor<4> {
     #[cfg(feature = "flex")]
     if x.device() == burn::tensor::Device::flex() {
         use rayon::prelude::*;
 
-        let group_size = x.dims()[1] / groups;
+        let size = x.dims()[1] / groups;
         let one_group = |group: usize| {
-            let start = group * group_size;
-            let x = x.clone().narrow(1, start, group_size);
-            let (weight, bias) = (
-                weight.clone().narrow(0, start, group_size),
-                bias.clone().narrow(0, start, group_size),
-            );
-            operation(x, weight, bias, 1)
+            let x = x.clone().narrow(1, group * size, size);
+            let weight = weight.clone().narrow(0, group * size, size);
+            let bias = bias.clone().narrow(0, group * size, size);
+            activation(normalize(x, weight, bias, 1, epsilon))
         };
         return Tensor::cat((0..groups).into_par_iter().map(one_group).collect(), 1);
     }
-    operation(x, weight, bias, groups)
+    activation(normalize(x, weight, bias, groups, epsilon))
 }
 
 #[cfg(test)]
@@ -84,7 +82,7 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, Distribution, TensorData};
 
-    fn normalise(x: TensorData, groups: usize, dtype: DType) -> Vec<f32> {
+    fn group_norm_of(x: TensorData, groups: usize, dtype: DType) -> Vec<f32> {
         let device = Device::flex();
         let channels = x.shape()[1];
         let x = Tensor::<4>::from_data(x, (&device, dtype));
@@ -114,7 +112,7 @@ mod tests {
             -3.0550504, -2.1821790, -1.3093073, -0.4364358, 1.2182178, 1.6546536, 2.0910895, 2.5275252,
             -1.7637626, -1.5455446, -1.3273268, -1.1091089, 0.7182179, 1.1546536, 1.5910892, 2.0275249,
         ];
-        assert_close(&normalise(x, 2, DType::F32), &expected, 2e-6);
+        assert_close(&group_norm_of(x, 2, DType::F32), &expected, 2e-6);
     }
 
     #[test]
@@ -142,7 +140,7 @@ mod tests {
         let values = (0..64)
             .map(|i| if i % 2 == 0 { 999.0 } else { 1001.0 })
             .collect::<Vec<f32>>();
-        let y = normalise(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F32);
+        let y = group_norm_of(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F32);
         let expected = (0..64)
             .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
             .collect::<Vec<f32>>();
@@ -155,7 +153,7 @@ mod tests {
         let values = (0..4096)
             .map(|i| if i % 2 == 0 { 0.5 } else { 1.5 })
             .collect::<Vec<f32>>();
-        let y = normalise(TensorData::new(values, [1, 1, 64, 64]), 1, DType::BF16);
+        let y = group_norm_of(TensorData::new(values, [1, 1, 64, 64]), 1, DType::BF16);
         let expected = (0..4096)
             .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
             .collect::<Vec<f32>>();
@@ -167,7 +165,7 @@ mod tests {
         let values = (0..64)
             .map(|i| if i % 2 == 0 { -3000.0 } else { 3000.0 })
             .collect::<Vec<f32>>();
-        let y = normalise(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F16);
+        let y = group_norm_of(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F16);
         let expected = (0..64)
             .map(|i| if i % 2 == 0 { -2.0 } else { 2.0 })
             .collect::<Vec<f32>>();
@@ -175,15 +173,30 @@ mod tests {
     }
 
     #[test]
+    fn an_overflowing_variance_is_seen() {
+        let values = (0..64)
+            .map(|i| if i % 2 == 0 { -1e20 } else { 1e20 })
+            .collect::<Vec<f32>>();
+        let y = group_norm_of(TensorData::new(values, [1, 1, 8, 8]), 1, DType::F32);
+        assert!(y.iter().all(|value| value.is_nan()), "{y:?}");
+    }
+
+    #[test]
     fn batch_items_have_their_own_statistics() {
         let one = (0..12).map(|v| (v * v) as f32).collect::<Vec<_>>();
         let two = one.iter().map(|v| v * -3.0 + 7.0).collect::<Vec<_>>();
-        let both = normalise(
+        let both = group_norm_of(
             TensorData::new([one.clone(), two.clone()].concat(), [2, 4, 1, 3]),
             2,
             DType::F32,
         );
-        assert_eq!(both[..12], normalise(TensorData::new(one, [1, 4, 1, 3]), 2, DType::F32));
-        assert_eq!(both[12..], normalise(TensorData::new(two, [1, 4, 1, 3]), 2, DType::F32));
+        assert_eq!(
+            both[..12],
+            group_norm_of(TensorData::new(one, [1, 4, 1, 3]), 2, DType::F32)
+        );
+        assert_eq!(
+            both[12..],
+            group_norm_of(TensorData::new(two, [1, 4, 1, 3]), 2, DType::F32)
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! The decoder of [diffusers' AutoencoderKL](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/autoencoders/autoencoder_kl.py):
+//! The decoder of [diffusers' AutoencoderKL](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl.py):
 //! SD 1 and 2, SDXL, SD3 and 3.5, FLUX.1, Z-Image, Playground 2.5.
 
 use burn::{
@@ -6,7 +6,7 @@ use burn::{
     nn::conv::Conv2d,
     tensor::{Device, FloatDType, Tensor},
 };
-use vae_blocks::{Decoder, DecoderConfig, LatentSpace, Latents, Result, VaeModel, conv1x1, unpatchify_if};
+use vae_blocks::{Decoder, DecoderConfig, Error, LatentMap, LatentSpace, Latents, Result, VaeModel, conv1x1};
 pub use vae_io::AutoencoderKlConfig;
 
 /// The decoding half of an AutoencoderKL. Its parameter paths are diffusers' checkpoint keys.
@@ -38,11 +38,17 @@ impl AutoencoderKl {
 
 impl VaeModel for AutoencoderKl {
     /// `z / scaling_factor + shift_factor`; with `latents_mean` and `latents_std`,
-    /// `z * latents_std / scaling_factor + latents_mean`.
+    /// `z / scaling_factor * latents_std + latents_mean`.
     fn to_vae_space(&self, latents: Latents) -> Result<Tensor<4>> {
-        let space = latents.space();
-        let (map, patched) = latents.into_map(self.config.decoder.latent_channels)?;
-        let z = unpatchify_if(map.cast(FloatDType::F32), patched);
+        let (dims, space, are_tokens) = (latents.dims(), latents.space(), latents.are_tokens());
+        let channels = self.config.decoder.latent_channels;
+        let map = latents.into_map(channels)?;
+        // Only tokens are packed in this family: sixteen channels of a map are not four channels of patches.
+        if let (LatentMap::Patches(_), false) = (&map, are_tokens) {
+            let reason = format!("they have {} channels and the VAE takes {channels}", dims[1]);
+            return Err(Error::invalid_latents(&dims, reason));
+        }
+        let z = map.into_pixels().cast(FloatDType::F32);
         if space == LatentSpace::Vae {
             return Ok(z);
         }
@@ -108,6 +114,20 @@ mod tests {
         // 1 * std / 0.5 + mean
         let expected = [15.328, 13.6904, 11.7166, 12.9753];
         assert_close(&to_vae(&AutoencoderKlConfig::playground(), 1.0), &expected);
+    }
+
+    #[test]
+    fn latents_of_sixteen_channels_are_not_patches_of_four() {
+        let device = Device::flex();
+        let model = AutoencoderKl::new(&AutoencoderKlConfig::sd(), &device);
+        let map = Tensor::<4>::zeros([1, 16, 2, 2], &device);
+        for latents in [Latents::diffusion(map.clone()), Latents::vae(map)] {
+            let error = model.to_vae_space(latents).unwrap_err().to_string();
+            assert!(error.contains("16 channels and the VAE takes 4"), "{error}");
+        }
+        let tokens = Tensor::<3>::zeros([1, 4, 16], &device);
+        let z = model.to_vae_space(Latents::tokens(tokens, 2, 2)).unwrap();
+        assert_eq!(z.dims(), [1, 4, 4, 4]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The decoder of FLUX.2, [diffusers' AutoencoderKLFlux2](https://github.com/huggingface/diffusers/blob/v0.36.0/src/diffusers/models/autoencoders/autoencoder_kl_flux2.py),
+//! The decoder of FLUX.2, [diffusers' AutoencoderKLFlux2](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_flux2.py),
 //! and its small decoder.
 
 use burn::{
@@ -6,7 +6,9 @@ use burn::{
     nn::{Initializer, conv::Conv2d},
     tensor::{Device, FloatDType, Tensor},
 };
-use vae_blocks::{Decoder, DecoderConfig, Error, LatentSpace, Latents, Result, VaeModel, conv1x1, unpatchify_if};
+use vae_blocks::{
+    Decoder, DecoderConfig, Error, LatentMap, LatentSpace, Latents, Result, VaeModel, conv1x1, unpatchify2x2,
+};
 pub use vae_io::Flux2Config;
 
 /// The decoding half of an AutoencoderKLFlux2. Its parameter paths are diffusers' checkpoint keys.
@@ -68,15 +70,14 @@ impl VaeModel for AutoencoderKlFlux2 {
     fn to_vae_space(&self, latents: Latents) -> Result<Tensor<4>> {
         let (dims, space) = (latents.dims(), latents.space());
         let channels = self.config.decoder.latent_channels;
-        let (map, patched) = latents.into_map(channels)?;
-        let map = map.cast(FloatDType::F32);
-        match space {
-            LatentSpace::Vae => Ok(unpatchify_if(map, patched)),
-            LatentSpace::Diffusion if patched => {
-                let z = self.bn.denormalize(map, self.config.batch_norm_eps);
-                Ok(unpatchify_if(z, patched))
+        let map = latents.into_map(channels)?;
+        match (space, map) {
+            (LatentSpace::Vae, map) => Ok(map.into_pixels().cast(FloatDType::F32)),
+            (LatentSpace::Diffusion, LatentMap::Patches(map)) => {
+                let map = map.cast(FloatDType::F32);
+                Ok(unpatchify2x2(self.bn.denormalize(map, self.config.batch_norm_eps)))
             }
-            LatentSpace::Diffusion => {
+            (LatentSpace::Diffusion, LatentMap::Pixels(_)) => {
                 let reason = format!(
                     "FLUX.2 diffusion latents have {} channels (2x2 patches), {channels} channels are VAE space",
                     4 * channels

@@ -158,14 +158,19 @@ impl Fields<'_> {
     }
 }
 
-/// Whether `path` is a config of the AutoencoderKL kind, supported or not; files beside weights may be anything.
+/// Whether a config.json beside a single file of weights is meant for them: anything but the readable config of another
+/// model. One that is broken is taken, so that reading it says so instead of decoding without it.
 pub(crate) fn is_autoencoder_kl(path: &Path) -> bool {
-    let class = |value: Value| Some(value.get(CLASS_NAME)?.as_str()?.starts_with("AutoencoderKL"));
-    path.is_file()
-        && read_json(path, "config", MAX_CONFIG_BYTES)
-            .ok()
-            .and_then(class)
-            .unwrap_or(false)
+    if !path.is_file() {
+        return false;
+    }
+    let Ok(config) = read_json(path, "config", MAX_CONFIG_BYTES) else {
+        return true;
+    };
+    match config.get(CLASS_NAME) {
+        Some(class) => class.as_str().is_some_and(|class| class.starts_with("AutoencoderKL")),
+        None => config.get("latent_channels").is_some() || config.get("batch_norm_eps").is_some(),
+    }
 }
 
 /// Reads a JSON file of at most `limit` bytes, so that a wrong path cannot fill memory.
