@@ -37,19 +37,11 @@ pub const TRAINED_MODELS: [&str; 3] = ["flux2-tiny", "flux1-tiny", "sd-tiny"];
 /// Pictures of every trained model.
 pub const PICTURES: [&str; 3] = ["astronaut", "chelsea", "coffee"];
 
-/// A file of tests/fixtures; `BURN_VAE_FIXTURES` moves the folder, for a test binary carried to another machine.
+/// A file of tests/fixtures; `BURN_VAE_FIXTURES` names the folder where the tests run elsewhere than they were built.
 pub fn fixture(name: &str) -> PathBuf {
     let folder = std::env::var_os("BURN_VAE_FIXTURES")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"), PathBuf::from);
     folder.join(name)
-}
-
-/// The weights of a model: its folder, or the file where the folder holds other safetensors files too.
-pub fn weights(model: &str) -> String {
-    match model {
-        "flux1-tiny" => format!("{model}/ae.safetensors"),
-        _ => model.to_string(),
-    }
 }
 
 /// Tensor `name` of a safetensors file of f32.
@@ -73,9 +65,7 @@ pub fn load(path: &str, device: &Device, dtype: DType) -> VaeDecoder {
         dtype: Some(dtype),
         ..LoadOptions::default()
     };
-    VaeDecoder::load(fixture(&weights(path)), device, &options)
-        .unwrap()
-        .decoder
+    VaeDecoder::load(fixture(path), device, &options).unwrap().decoder
 }
 
 /// Decodes with Lossless and reads the image back as f32.

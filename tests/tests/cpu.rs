@@ -1,6 +1,10 @@
 //! The library on the CPU, f32: against diffusers' own f32 outputs, and what must not change a bit.
 
-use burn::{module::Module, store::ModuleRecord, tensor::Device};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    store::ModuleRecord,
+    tensor::{Device, Tensor, TensorData},
+};
 use burn_vae::{AutoencoderKl, AutoencoderKlFlux2, DType, Latents, Quality, VaeConfig, VaeDecoder, VaeModule};
 use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture, read_tensor};
 
@@ -40,7 +44,8 @@ fn a_saved_record_loads_strictly_into_a_new_module_and_decodes_to_the_same_bits(
         let vae = load(model, &device, DType::F32);
         let before = decode(&vae, latents.clone());
 
-        let path = tempfile::tempdir().unwrap().keep().join("record.bpk");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("record.bpk");
         let config = VaeConfig::read(fixture(model).join("config.json")).unwrap();
         let reloaded: VaeModule = match (vae.into_module(), config) {
             (VaeModule::AutoencoderKl(module), VaeConfig::AutoencoderKl(config)) => {
@@ -73,15 +78,73 @@ fn other_weights_do_not_decode_to_the_same_picture() {
 }
 
 #[test]
-fn one_image_of_a_batch_has_the_bits_it_has_alone() {
+fn a_record_of_another_model_is_refused() {
+    let device = Device::flex();
+    let record = |model| match load(model, &device, DType::F32).into_module() {
+        VaeModule::AutoencoderKl(module) => module.into_record(),
+        VaeModule::Flux2(module) => module.into_record(),
+        _ => panic!("{model} is of a third family"),
+    };
+    let config = VaeConfig::read(fixture("micro-sd/config.json")).unwrap();
+    let VaeConfig::AutoencoderKl(config) = config else {
+        panic!("micro-sd is an AutoencoderKL")
+    };
+    let module = || AutoencoderKl::new(&config, &device);
+    assert!(module().try_load_record(record("micro-sd")).is_ok());
+    for other in ["micro-sd3", "micro-flux2-small", "micro-no-attention"] {
+        assert!(module().try_load_record(record(other)).is_err(), "{other}");
+    }
+}
+
+#[test]
+fn parameters_are_named_as_in_diffusers_checkpoints() {
+    let device = Device::flex();
+    let path = fixture("micro-flux2-small/diffusion_pytorch_model.safetensors");
+    let bytes = std::fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut expected: Vec<String> = file.names().into_iter().map(str::to_string).collect();
+    expected
+        .retain(|name| name != "bn.num_batches_tracked" && !name.starts_with("encoder") && !name.starts_with("quant"));
+    expected.sort();
+    let VaeModule::Flux2(module) = load("micro-flux2-small", &device, DType::F32).into_module() else {
+        panic!("micro-flux2-small is FLUX.2")
+    };
+    let mut paths = Paths::default();
+    module.visit(&mut paths);
+    paths.found.sort();
+    assert_eq!(paths.found, expected);
+}
+
+#[derive(Default)]
+struct Paths {
+    path: Vec<String>,
+    found: Vec<String>,
+}
+
+impl ModuleVisitor for Paths {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        self.found.push(self.path.join("."));
+    }
+}
+
+#[test]
+fn one_image_of_a_batch_is_the_image_it_is_alone() {
     let device = Device::flex();
     let (shape, values) = read_tensor(&fixture("micro-sd3/expected.safetensors"), "vae_latents");
     let vae = load("micro-sd3", &device, DType::F32);
     let latents = |values: &[f32], batch: usize| {
         let mut shape = shape.clone();
         shape[0] = batch;
-        let data = burn::tensor::TensorData::new(values.to_vec(), shape);
-        Latents::vae(burn::tensor::Tensor::from_data(data, &device))
+        let data = TensorData::new(values.to_vec(), shape);
+        Latents::vae(Tensor::from_data(data, &device))
     };
     let both = decode(&vae, latents(&values, 2));
     let alone = decode(&vae, latents(&values[..values.len() / 2], 1));
@@ -108,7 +171,7 @@ fn half_precision_on_the_cpu_stays_near_f32() {
 fn latents_that_do_not_fit_are_refused_before_anything_runs() {
     let device = Device::flex();
     let vae = load("micro-sd3", &device, DType::F32);
-    let latents = |shape| Latents::diffusion(burn::tensor::Tensor::<4>::zeros(shape, &device));
+    let latents = |shape| Latents::diffusion(Tensor::<4>::zeros(shape, &device));
     let error = vae
         .decode(latents([1, 4, 8, 8]), Quality::Lossless)
         .unwrap_err()

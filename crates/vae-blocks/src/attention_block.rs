@@ -10,9 +10,13 @@ use crate::GroupNorm;
 /// ([diffusers' Attention](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/attention_processor.py)).
 #[derive(Module, Debug)]
 pub struct AttentionBlock {
+    /// Before the projections.
     pub group_norm: GroupNorm,
+    /// Projection to queries.
     pub to_q: Linear,
+    /// Projection to keys.
     pub to_k: Linear,
+    /// Projection to values.
     pub to_v: Linear,
     /// One projection; a list because checkpoints call it `to_out.0`.
     pub to_out: Vec<Linear>,

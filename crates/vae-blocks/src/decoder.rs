@@ -10,10 +10,15 @@ use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3};
 /// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/vae.py)).
 #[derive(Module, Debug)]
 pub struct Decoder {
+    /// 3x3, from latent channels to the widest block's.
     pub conv_in: Conv2d,
+    /// At the latents' resolution.
     pub mid_block: MidBlock,
+    /// From the latents' resolution to the image's.
     pub up_blocks: Vec<UpBlock>,
+    /// Followed by SiLU.
     pub conv_norm_out: GroupNorm,
+    /// 3x3, to red, green and blue.
     pub conv_out: Conv2d,
 }
 

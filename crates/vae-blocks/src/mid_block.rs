@@ -9,6 +9,7 @@ use crate::{AttentionBlock, ResnetBlock};
 /// ([diffusers' UNetMidBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/unets/unet_2d_blocks.py)).
 #[derive(Module, Debug)]
 pub struct MidBlock {
+    /// Two resnets.
     pub resnets: Vec<ResnetBlock>,
     /// One attention block, or none where the config says `mid_block_add_attention: false`.
     pub attentions: Vec<AttentionBlock>,

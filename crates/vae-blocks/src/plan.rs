@@ -39,6 +39,7 @@ pub struct Site {
 
 /// What a site computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields count channels, named as everywhere")]
 pub enum Operation {
     /// 1x1 convolution.
     Conv1x1 { channels_in: usize, channels_out: usize },
@@ -233,7 +234,15 @@ impl fmt::Display for Implementation {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use burn::{
+        module::{Module, ModuleVisitor, Param},
+        tensor::{Device, Tensor},
+    };
+
     use super::*;
+    use crate::Decoder;
 
     fn small(layers_per_block: usize, attention: bool) -> DecoderConfig {
         DecoderConfig {
@@ -289,6 +298,38 @@ mod tests {
                 .all(|path| !path.contains("attentions") && path != "post_quant_conv")
         );
         assert_eq!(paths(&small(2, false), false).len(), without.len() + 2 * 4);
+    }
+
+    /// `sites` is a second description of the decoder; this keeps it true to the first.
+    #[test]
+    fn sites_are_the_layers_of_the_module() {
+        #[derive(Default)]
+        struct Layers {
+            path: Vec<String>,
+            found: BTreeSet<String>,
+        }
+        impl ModuleVisitor for Layers {
+            fn enter_module(&mut self, name: &str, _container_type: &str) {
+                self.path.push(name.to_string());
+            }
+            fn exit_module(&mut self, _name: &str, _container_type: &str) {
+                self.path.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+                let mut layer = &self.path[..self.path.len() - 1];
+                // All layers of an attention block are one site.
+                if let Some(block) = layer.iter().position(|name| name == "attentions") {
+                    layer = &layer[..block + 2];
+                }
+                self.found.insert(format!("decoder.{}", layer.join(".")));
+            }
+        }
+        for config in [small(1, true), small(2, false)] {
+            let mut layers = Layers::default();
+            Decoder::new(&config, &Device::flex()).visit(&mut layers);
+            let sites: BTreeSet<String> = paths(&config, false).into_iter().collect();
+            assert_eq!(sites, layers.found);
+        }
     }
 
     #[test]

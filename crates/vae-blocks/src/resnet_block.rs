@@ -10,9 +10,13 @@ use crate::{GroupNorm, conv1x1, conv3x3};
 /// ([diffusers' ResnetBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/resnet.py)).
 #[derive(Module, Debug)]
 pub struct ResnetBlock {
+    /// Followed by SiLU.
     pub norm1: GroupNorm,
+    /// 3x3, from `channels_in` to `channels_out`.
     pub conv1: Conv2d,
+    /// Followed by SiLU.
     pub norm2: GroupNorm,
+    /// 3x3.
     pub conv2: Conv2d,
     /// 1x1 convolution of the residual where the number of channels changes.
     pub conv_shortcut: Option<Conv2d>,

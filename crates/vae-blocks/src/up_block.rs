@@ -9,6 +9,7 @@ use crate::{ResnetBlock, Upsample};
 /// ([diffusers' UpDecoderBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/unets/unet_2d_blocks.py)).
 #[derive(Module, Debug)]
 pub struct UpBlock {
+    /// One more than the config's `layers_per_block`.
     pub resnets: Vec<ResnetBlock>,
     /// One upsampler or none.
     pub upsamplers: Vec<Upsample>,

@@ -10,6 +10,7 @@ use crate::conv3x3;
 /// ([diffusers' Upsample2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/upsampling.py)).
 #[derive(Module, Debug)]
 pub struct Upsample {
+    /// 3x3, after the doubling.
     pub conv: Conv2d,
 }
 

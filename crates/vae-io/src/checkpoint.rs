@@ -49,6 +49,7 @@ struct Place {
 /// A tensor of a [`Checkpoint`].
 #[derive(Debug, Clone, Copy)]
 pub struct CheckpointTensor<'a> {
+    /// The type it is stored in.
     pub dtype: DType,
     /// Attention matrices have two dimensions, also where the file stores them as 1x1 convolutions.
     pub shape: &'a [usize],

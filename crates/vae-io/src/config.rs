@@ -95,6 +95,7 @@ impl DecoderConfig {
 /// [1]: https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl.py
 #[derive(Debug, Clone, PartialEq)]
 pub struct AutoencoderKlConfig {
+    /// The decoder network.
     pub decoder: DecoderConfig,
     /// Whether a 1x1 convolution comes before the decoder.
     pub use_post_quant_conv: bool,
@@ -216,6 +217,7 @@ impl AutoencoderKlConfig {
 /// [1]: https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_flux2.py
 #[derive(Debug, Clone, PartialEq)]
 pub struct Flux2Config {
+    /// The decoder network.
     pub decoder: DecoderConfig,
     /// Whether a 1x1 convolution comes before the decoder.
     pub use_post_quant_conv: bool,
@@ -278,7 +280,9 @@ impl Flux2Config {
 /// The config of a VAE, whichever class it is of.
 #[derive(Debug, Clone, PartialEq)]
 pub enum VaeConfig {
+    /// AutoencoderKL.
     AutoencoderKl(AutoencoderKlConfig),
+    /// AutoencoderKLFlux2.
     Flux2(Flux2Config),
 }
 

@@ -3,9 +3,13 @@ use std::fmt;
 /// Floating-point types that latents and checkpoints are stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
+    /// IEEE half precision.
     F16,
+    /// The upper half of an f32.
     BF16,
+    /// IEEE single precision.
     F32,
+    /// IEEE double precision.
     F64,
 }
 

@@ -8,6 +8,7 @@ use crate::DType;
 /// named where one helps, and library users find the option of the same name.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "a variant's text says what its fields are")]
 pub enum Error {
     /// The operating system refused a file operation.
     #[error("cannot {action} `{}`: {source}", path.display())]
@@ -129,8 +130,11 @@ pub enum Error {
 /// A tensor of a checkpoint whose shape is not the model's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShapeMismatch {
+    /// The tensor, in diffusers' spelling.
     pub key: String,
+    /// The shape in the model, as PyTorch has it.
     pub expected: Vec<usize>,
+    /// The shape in the checkpoint.
     pub found: Vec<usize>,
 }
 

@@ -11,7 +11,9 @@ pub struct Image {
 /// An image of 8-bit RGB pixels, row by row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rgb8 {
+    /// In pixels.
     pub width: usize,
+    /// In pixels.
     pub height: usize,
     /// `3 * width * height` bytes.
     pub pixels: Vec<u8>,
@@ -139,6 +141,7 @@ mod tests {
 
     #[test]
     fn every_tie_goes_to_even() {
+        let mut ties = 0;
         for k in 0..255u16 {
             // (k + 0.5) / 255 is seldom an f32; take those inputs that scale to a tie exactly.
             let tie = f32::from(k) + 0.5;
@@ -146,8 +149,10 @@ mod tests {
             if (x / 2.0 + 0.5).clamp(0.0, 1.0) * 255.0 == tie {
                 let even = k + k % 2;
                 assert_eq!(u16::from(byte(x)), even, "{tie}");
+                ties += 1;
             }
         }
+        assert!(ties >= 10, "{ties}");
     }
 
     #[test]

@@ -14,6 +14,7 @@ pub use vae_io::AutoencoderKlConfig;
 pub struct AutoencoderKl {
     /// Absent in SD3 and FLUX.1.
     pub post_quant_conv: Option<Conv2d>,
+    /// The network that all families share.
     pub decoder: Decoder,
     #[module(skip)]
     config: AutoencoderKlConfig,

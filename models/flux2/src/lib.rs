@@ -14,8 +14,11 @@ pub use vae_io::Flux2Config;
 /// The decoding half of an AutoencoderKLFlux2. Its parameter paths are diffusers' checkpoint keys.
 #[derive(Module, Debug)]
 pub struct AutoencoderKlFlux2 {
+    /// Statistics that diffusion latents are normalised with.
     pub bn: LatentBatchNorm,
+    /// 1x1, before the decoder.
     pub post_quant_conv: Option<Conv2d>,
+    /// The network that all families share.
     pub decoder: Decoder,
     #[module(skip)]
     config: Flux2Config,

@@ -11,10 +11,15 @@ use crate::{Error, Result};
 /// Z-Image uses FLUX.1's, SD 1 and SD 2 share one, SD3.5 uses SD3's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Family {
+    /// Stable Diffusion 1.x and 2.x.
     Sd,
+    /// Stable Diffusion XL.
     Sdxl,
+    /// Stable Diffusion 3 and 3.5.
     Sd3,
+    /// FLUX.1, Z-Image.
     Flux1,
+    /// FLUX.2 and its small decoder.
     Flux2,
 }
 
