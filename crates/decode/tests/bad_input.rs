@@ -161,6 +161,14 @@ fn non_finite_latents_are_counted_and_the_vae_is_not_blamed() {
     }
 }
 
+/// Finite latents, but their squares are not: a stage of the decoder is to blame.
+#[test]
+fn latents_that_overflow_name_the_stage_and_give_no_picture() {
+    let lab = Lab::new();
+    let file = lab.latents("huge.safetensors", &Tensor::wave(&[1, 4, 7, 5]).map(|_, x| x * 1e20));
+    decode_micro_sd(&lab, file).refused(&["non-finite", "decoder."]);
+}
+
 #[test]
 fn empty_latents_do_not_make_an_empty_picture() {
     for shape in [[1, 4, 0, 5], [1, 4, 7, 0], [0, 4, 7, 5], [1, 0, 7, 5]] {
@@ -226,12 +234,8 @@ fn tokens_that_do_not_fit_the_size_are_not_reshaped() {
     let vae = fixture("micro-flux2-small");
     for (height, width) in [("20", "20"), ("12", "16"), ("21", "12"), ("0", "12")] {
         let size = ["--height", height, "--width", width, "-o", "out.png"];
-        let run = lab.decode(&[&[file, "--vae", &vae], &size[..]].concat());
-        if height == "0" && run.code == Some(2) {
-            run.usage_error(); // the argument parser may know already
-        } else {
-            run.refused(&[height]);
-        }
+        lab.decode(&[&[file, "--vae", &vae], &size[..]].concat())
+            .refused(&[height]);
     }
     let run = lab.decode(&[file, "--vae", &vae, "--height", "20", "--width", "20", "-o", "out.png"]);
     run.refused(&["15", "20|25"]);
@@ -276,6 +280,34 @@ fn unknown_latent_files_are_named() {
     decode_micro_sd(&lab, "nowhere.npy").refused(&["nowhere.npy"]);
     lab.folder("folder.safetensors");
     decode_micro_sd(&lab, "folder.safetensors").refused(&["folder.safetensors"]);
+}
+
+/// Opening a pipe waits for a writer, which never comes.
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_not_waited_for() {
+    for name in ["pipe.safetensors", "pipe.npy", "pipe.latent"] {
+        let lab = Lab::new();
+        let made = std::process::Command::new("mkfifo").arg(lab.path(name)).status();
+        assert!(made.expect("mkfifo").success());
+        decode_micro_sd(&lab, name).refused(&[name, "not a regular file"]);
+        if name == "pipe.safetensors" {
+            decode_with_vae(&lab, name).refused(&[name, "not a regular file"]);
+        }
+    }
+}
+
+#[cfg(unix)] // Windows has no such names
+#[test]
+fn a_line_break_in_a_name_does_not_break_the_error() {
+    let lab = Lab::new();
+    decode_micro_sd(&lab, "two\nlines.npy").refused(&["two\\nlines.npy"]);
+    let file = lab.latents("two\nlines.safetensors", &Tensor::wave(&[1, 16, 7, 5]));
+    decode_micro_sd(&lab, file).refused(&["two\\nlines.safetensors"]);
+    let file = lab.latents("two\nlines.safetensors", &Tensor::wave(&[1, 4, 7, 5]));
+    lab.write("two\nlines.png", "the only copy");
+    lab.decode(&[file, "--vae", &fixture("micro-sd")])
+        .refused(&["two\\nlines.png"]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -453,6 +485,18 @@ fn a_broken_config_is_named() {
 }
 
 #[test]
+fn a_broken_config_beside_a_single_file_is_not_ignored() {
+    let sound = fs::read_to_string(fixture("micro-sd/config.json")).unwrap();
+    let (fields, _) = sound.rsplit_once('}').unwrap();
+    for broken in [format!("{fields},}}"), format!("\u{feff}{sound}")] {
+        let lab = Lab::new();
+        let vae = lab.copy(&format!("micro-sd/{WEIGHTS}"), "beside/vae.safetensors");
+        lab.write("beside/config.json", broken);
+        decode_with_vae(&lab, vae).refused(&["beside/config.json"]);
+    }
+}
+
+#[test]
 fn a_folder_that_is_no_model_says_what_is_missing() {
     let lab = Lab::new();
     lab.folder("empty");
@@ -585,6 +629,48 @@ fn existing_pictures_are_not_overwritten() {
     for existing in ["named.webp", "raw.safetensors", "raw.npy"] {
         lab.decode(&[one, "--vae", vae, "-o", existing])
             .refused(&[existing, "exist|overwrite|--force"]);
+    }
+}
+
+/// `--force` is for outputs of an earlier run.
+#[test]
+fn an_input_is_not_overwritten_even_with_force() {
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &Tensor::wave(&[1, 4, 7, 5]));
+    let vae = lab.model("vae", MICRO_SD, |_, _| ());
+    let config = lab.copy("micro-sd/config.json", "config.npy"); // the name of a possible output
+    let weights = format!("{vae}/{WEIGHTS}");
+    for out in [file, "./vae/../z.safetensors", &weights, config] {
+        lab.decode(&[file, "--vae", vae, "--config", config, "-o", out, "--force"])
+            .refused(&[out, "is an input of this run"]);
+    }
+}
+
+#[test]
+fn a_picture_too_wide_for_webp_is_found_out_before_decoding() {
+    let lab = Lab::new();
+    let file = lab.latents("wide.safetensors", &Tensor::wave(&[1, 4, 1, 8193]));
+    let vae = model_that_cannot_decode(&lab);
+    lab.decode(&[file, "--vae", vae, "-o", "wide.webp"])
+        .refused(&["wide.webp", "WebP", "16386x2", "16384"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_unwritable_folder_is_found_out_before_decoding() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let lab = Lab::new();
+    let file = lab.latents("z.safetensors", &Tensor::wave(&[1, 4, 7, 5]));
+    let vae = model_that_cannot_decode(&lab);
+    lab.folder("locked");
+    fs::set_permissions(lab.path("locked"), fs::Permissions::from_mode(0o555)).unwrap();
+    if fs::write(lab.path("locked/probe"), "").is_ok() {
+        return; // root may write everywhere
+    }
+    for out in ["locked", "locked/", "locked/out.png", "locked/out.npy", "locked/new/"] {
+        lab.decode(&[file, "--vae", vae, "-o", out])
+            .refused(&["locked", "permission denied"]);
     }
 }
 

@@ -158,40 +158,28 @@ fn f32_pictures_differ_from_diffusers_by_rounding_only() {
 fn pngs_are_rounded_as_diffusers_rounds_them() {
     for name in ["flux2-tiny", "flux1-tiny", "sd-tiny"] {
         let lab = Lab::new();
-        let latents = fixture(&format!("{name}/latents/chelsea.safetensors"));
-        lab.decode(&[&latents, "--vae", &fixture(name)]).wrote(&["chelsea.png"]);
-        let expected = read_picture(fixture(&format!("{name}/chelsea.png")));
-        assert_same_picture(&read_picture(lab.path("chelsea.png")), &expected, name);
+        let latents = ["astronaut", "chelsea", "coffee"].map(|of| fixture(&format!("{name}/latents/{of}.safetensors")));
+        lab.decode(&[&latents[0], &latents[1], &latents[2], "--vae", &fixture(name)])
+            .wrote(&["astronaut.png", "chelsea.png", "coffee.png"]);
+        for picture in ["astronaut.png", "chelsea.png", "coffee.png"] {
+            let what = format!("{name}/{picture}");
+            assert_same_picture(&read_picture(lab.path(picture)), &read_picture(fixture(&what)), &what);
+        }
     }
-}
-
-#[test]
-fn a_full_512_picture_comes_out_right() {
-    let lab = Lab::new();
-    let latents = fixture("sd-tiny/latents/astronaut.safetensors");
-    lab.decode(&[&latents, "--vae", &fixture("sd-tiny"), "-o", "astronaut.png"])
-        .wrote(&["astronaut.png"]);
-    let expected = read_picture(fixture("sd-tiny/astronaut.png"));
-    assert_same_picture(&read_picture(lab.path("astronaut.png")), &expected, "astronaut");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Latents: layouts and spaces
 
 #[test]
-fn packed_tokens_and_the_map_are_one_picture() {
+fn packed_tokens_are_not_another_picture() {
     for name in ["flux2-tiny", "flux1-tiny"] {
         let lab = Lab::new();
-        lab.folder("pictures");
-        let map = fixture(&format!("{name}/latents/coffee.safetensors"));
         let tokens = fixture(&format!("{name}/latents/coffee.packed-tokens.safetensors"));
-        let run = lab.decode(&[&map, &tokens, "--vae", &fixture(name), "-o", "pictures/"]);
-        run.wrote(&["pictures/coffee.png", "pictures/coffee.packed-tokens.png"]);
-        let map = read_picture(lab.path("pictures/coffee.png"));
-        let tokens = read_picture(lab.path("pictures/coffee.packed-tokens.png"));
-        let (worst, _) = picture_difference(&tokens, &map, name);
-        assert_eq!(worst, 0, "{name}: tokens against the map");
-        assert_same_picture(&map, &read_picture(fixture(&format!("{name}/coffee.png"))), name);
+        lab.decode(&[&tokens, "--vae", &fixture(name)])
+            .wrote(&["coffee.packed-tokens.png"]);
+        let picture = read_picture(lab.path("coffee.packed-tokens.png"));
+        assert_same_picture(&picture, &read_picture(fixture(&format!("{name}/coffee.png"))), name);
     }
 }
 
@@ -269,7 +257,7 @@ fn nulls_and_notes_in_a_config_do_no_harm() {
     );
 }
 
-/// Playground 2.5: z*std/scale + mean. A program that does not do this must refuse the config.
+/// Playground 2.5: z*std/scale + mean.
 #[test]
 fn latents_mean_and_std_are_never_ignored() {
     const SCALE: f32 = 0.5;
@@ -284,18 +272,8 @@ fn latents_mean_and_std_are_never_ignored() {
     let (latents, expected) = micro("micro-sd");
     let normalised = latents.map_channels(|c, z| (z - MEAN[c]) * SCALE / STD[c]);
     let file = lab.latents("normalised.safetensors", &normalised);
-    let run = lab.decode(&[file, "--vae", vae, "-o", "raw.safetensors"]);
-    if run.code == Some(0) {
-        run.wrote(&["raw.safetensors"]);
-        assert_close(
-            &lab.raw_image("raw.safetensors"),
-            &expected,
-            ROUND_TRIP_TOLERANCE,
-            "latents_mean and latents_std",
-        );
-    } else {
-        run.refused(&["latents_mean|latents_std"]);
-    }
+    let image = raw(&lab, file, vae, &[]);
+    assert_close(&image, &expected, ROUND_TRIP_TOLERANCE, "latents_mean and latents_std");
 }
 
 /// FLUX.2's 128-channel map and its tokens: de-normalised with the checkpoint's statistics, then unpatchified. The size
@@ -379,7 +357,6 @@ fn half_precision_latents_are_read_exactly() {
     );
 }
 
-/// A reader may refuse these; it may not read them as something else.
 #[test]
 fn fortran_order_and_big_endian_are_not_misread() {
     let (latents, expected) = micro("micro-sd");
@@ -395,24 +372,14 @@ fn fortran_order_and_big_endian_are_not_misread() {
     let big_endian: Vec<u8> = x.iter().flat_map(|x| x.to_be_bytes()).collect();
     let shape = tuple(&latents.shape);
     let files = [
-        ("fortran.npy", npy_bytes("<f4", true, &shape, &fortran), "fortran|order"),
-        (
-            "big-endian.npy",
-            npy_bytes(">f4", false, &shape, &big_endian),
-            "endian|>f4",
-        ),
+        ("fortran.npy", npy_bytes("<f4", true, &shape, &fortran)),
+        ("big-endian.npy", npy_bytes(">f4", false, &shape, &big_endian)),
     ];
-    for (name, bytes, reason) in files {
+    for (name, bytes) in files {
         let lab = Lab::new();
-        lab.write(name, bytes);
-        let out = ["-o", "raw.safetensors", "--latent-space", "vae"];
-        let run = lab.decode(&[&[name, "--vae", &fixture("micro-sd")], &out[..]].concat());
-        if run.code == Some(0) {
-            run.wrote(&["raw.safetensors"]);
-            assert_close(&lab.raw_image("raw.safetensors"), &expected, F32_TOLERANCE, name);
-        } else {
-            run.refused(&[name, reason]);
-        }
+        let file = lab.write(name, bytes);
+        let image = raw(&lab, file, &fixture("micro-sd"), &["--latent-space", "vae"]);
+        assert_close(&image, &expected, F32_TOLERANCE, name);
     }
 }
 
@@ -503,6 +470,19 @@ fn the_config_of_another_model_beside_the_file_is_left_alone() {
     );
 }
 
+/// micro-sd cannot be read without a config: nothing else tells its groups and its scale.
+#[test]
+fn a_config_without_a_class_beside_the_file_is_not_ignored() {
+    let lab = Lab::new();
+    lab.model("beside", MICRO_SD, |_, config| {
+        config.as_object_mut().unwrap().remove("_class_name");
+    });
+    let file = lab.latents("z.safetensors", &micro("micro-sd").0);
+    let image = raw(&lab, file, &format!("beside/{WEIGHTS}"), &[]);
+    let expected = raw(&lab, file, &fixture("micro-sd"), &[]);
+    assert_same_bits(&image, &expected, "a config without _class_name");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Outputs
 
@@ -545,10 +525,24 @@ fn a_batch_under_one_picture_name_loses_no_image() {
         "-o",
         "out.png",
     ]);
-    if run.code == Some(0) {
-        run.wrote(&["out_0.png", "out_1.png"]);
-    } else {
-        run.refused(&["out.png|batch|images"]);
+    run.wrote(&["out_0.png", "out_1.png"]);
+}
+
+#[test]
+fn an_image_does_not_change_the_bits_of_another_in_its_batch() {
+    let lab = Lab::new();
+    let vae = fixture("micro-sd");
+    let decoded = |latents: &Tensor, out: &str| {
+        let file = lab.latents("z.safetensors", latents);
+        lab.decode(&[file, "--vae", &vae, "--latent-space", "vae", "-o", out])
+            .wrote(&[out]);
+        read_npy(lab.path(out))
+    };
+    let (latents, _) = micro("micro-sd");
+    let pair = decoded(&latents, "pair.npy");
+    for i in 0..2 {
+        let alone = decoded(&latents.one_of_batch(i), &format!("alone_{i}.npy"));
+        assert_same_bits(&pair.one_of_batch(i), &alone, &format!("image {i} of the batch"));
     }
 }
 
@@ -581,6 +575,25 @@ fn dots_spaces_and_accents_in_a_name_are_part_of_it() {
     run.wrote(&["step.050.png", "chat noir, été.png"]);
 }
 
+/// Linux only: macOS has no such names.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_name_that_is_not_utf8_keeps_its_bytes() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let lab = Lab::new();
+    let latents = OsStr::from_bytes(b"caf\xe9.safetensors");
+    lab.latents("z.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    fs::rename(lab.path("z.safetensors"), lab.path(latents)).unwrap();
+    let vae = fixture("micro-no-attention");
+    let options = ["--vae", &vae, "--device", "cpu", "--json"];
+    let run = lab.run(lab.command().arg(latents).args(options));
+    run.wrote(&["caf\u{fffd}.png"]); // as the harness prints it
+    read_picture(lab.path(OsStr::from_bytes(b"caf\xe9.png")));
+    assert_eq!(run.json_field("output"), json!("caf\u{fffd}.png"), "{run}");
+}
+
 #[test]
 fn an_existing_folder_is_a_folder_whatever_its_name() {
     let lab = Lab::new();
@@ -593,9 +606,8 @@ fn an_existing_folder_is_a_folder_whatever_its_name() {
     }
 }
 
-/// Made or refused; but a file called `new` would be neither.
 #[test]
-fn a_trailing_slash_is_never_a_file() {
+fn a_trailing_slash_makes_a_folder_never_a_file() {
     let lab = Lab::new();
     let file = lab.latents("one.safetensors", &micro("micro-no-attention").0);
     for out in ["new/", "new.png/"] {
@@ -608,11 +620,7 @@ fn a_trailing_slash_is_never_a_file() {
             "-o",
             out,
         ]);
-        if run.code == Some(0) {
-            run.wrote(&[&format!("{out}one.png")]);
-        } else {
-            run.refused(&["new"]);
-        }
+        run.wrote(&[&format!("{out}one.png")]);
     }
 }
 
@@ -753,6 +761,19 @@ fn what_was_inferred_is_said_unless_quiet() {
     let run = lab.decode(&[file, "--vae", &vae, "-o", "quiet.png", "-q"]);
     run.wrote(&["quiet.png"]);
     assert_eq!(run.stderr, "", "-q is not quiet\n{run}");
+}
+
+/// `eprintln!` would panic.
+#[cfg(target_os = "linux")]
+#[test]
+fn words_that_cannot_be_said_do_not_cost_the_picture() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let vae = fixture("micro-no-attention");
+    let args = [file, "--vae", &vae, "--device", "cpu", "--explain"];
+    lab.run(lab.command().args(args).stderr(full)).wrote(&["one.png"]);
+    read_picture(lab.path("one.png"));
 }
 
 #[test]
@@ -904,10 +925,9 @@ fn f16_on_a_model_that_overflows_in_it_runs_in_f32() {
     );
 }
 
-/// What the CPU can't compute in may be refused or widened, not botched.
 #[test]
-fn half_precision_is_close_to_f32_or_refused() {
-    for dtype in ["f16", "bf16"] {
+fn half_precision_on_the_cpu_is_neither_f32_unsaid_nor_far_from_it() {
+    for (dtype, tolerance, mean_tolerance) in [("bf16", 5e-2, 5e-3), ("f16", 1e-2, 1e-3)] {
         let lab = Lab::new();
         let vae = lab.model("relaxed", MICRO_SD, |_, config| config["force_upcast"] = json!(false));
         let (latents, expected) = micro("micro-sd");
@@ -925,19 +945,13 @@ fn half_precision_is_close_to_f32_or_refused() {
             dtype,
         ];
         let run = lab.decode(&args);
-        if run.code != Some(0) {
-            run.refused(&[dtype]);
-            continue;
-        }
         run.wrote(&["out.safetensors"]);
         for line in run.json() {
-            let ran = line["dtype"].as_str().unwrap_or_default();
-            assert!(
-                ran == dtype || (ran == "f32" && run.stderr.contains("f32")),
-                "{dtype} ran as {ran:?}, unsaid\n{run}"
-            );
+            assert_eq!(line["dtype"], json!(dtype), "{run}");
         }
-        assert_close(&lab.raw_image("out.safetensors"), &expected, 0.25, dtype);
+        let image = lab.raw_image("out.safetensors");
+        assert_close(&image, &expected, tolerance, dtype);
+        assert_close_on_average(&image, &expected, mean_tolerance, dtype);
     }
 }
 

@@ -8,6 +8,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use safetensors::SafeTensors;
@@ -21,6 +22,9 @@ const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixture
 pub const F32_TOLERANCE: f32 = 5e-5;
 /// The same where the latents went through a scaling or a normalisation, and back, on their way into the file.
 pub const ROUND_TRIP_TOLERANCE: f32 = 1e-4;
+
+/// No run of the program takes longer; one that does hangs.
+const TIME_LIMIT: Duration = Duration::from_secs(300);
 
 pub const WEIGHTS: &str = "diffusion_pytorch_model.safetensors";
 
@@ -158,6 +162,16 @@ impl Tensor {
             &[b, l, c],
             (0..b * l * c).map(|i| x[(i / (l * c) * c + i % c) * l + i / c % l]),
         )
+    }
+
+    /// Image (or latents) `index` of a batch, as a batch of one.
+    pub fn one_of_batch(&self, index: usize) -> Self {
+        let size = self.bytes.len() / self.shape[0];
+        Self {
+            dtype: self.dtype,
+            shape: [&[1], &self.shape[1..]].concat(),
+            bytes: self.bytes[index * size..][..size].to_vec(),
+        }
     }
 
     /// Image `index` of a batch, as 8-bit RGB: halved, shifted, clamped, rounded half to even.
@@ -311,7 +325,7 @@ impl Lab {
         }
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.dir.path().join(name)
     }
 
@@ -379,18 +393,41 @@ impl Lab {
         self.decode_on_any_device(&[args, &["--device", "cpu"]].concat())
     }
 
-    /// Runs `decode ARGS` in the lab. Backtraces are on: a user who has them on must still read one sentence.
+    /// Runs `decode ARGS` in the lab.
     pub fn decode_on_any_device(&self, args: &[&str]) -> Run {
-        let before = self.snapshot();
-        let output = Command::new(env!("CARGO_BIN_EXE_decode"))
-            .args(args)
+        self.run(self.command().args(args))
+    }
+
+    /// `decode` without arguments, for those that are no strings. Backtraces are on: a user who has them on must still
+    /// read one sentence.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_decode"));
+        command
             .current_dir(self.dir.path())
             .env("RUST_BACKTRACE", "1")
             // Without it Mesa's Vulkan driver prints lines of its own that start with "error:".
             .env("XDG_RUNTIME_DIR", std::env::temp_dir())
             .stdin(Stdio::null())
-            .output()
-            .expect("the decode binary starts");
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// Runs a [`Lab::command`]. What it says must fit into the 64 KiB that a pipe holds.
+    #[track_caller]
+    pub fn run(&self, command: &mut Command) -> Run {
+        let before = self.snapshot();
+        let mut child = command.spawn().expect("the decode binary starts");
+        let started = Instant::now();
+        while child.try_wait().expect("a child to wait for").is_none() {
+            if started.elapsed() > TIME_LIMIT {
+                child.kill().and_then(|()| child.wait()).expect("a child to kill");
+                panic!("this hangs: {command:?}");
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let output = child.wait_with_output().expect("what the child said");
+        let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
         let canonical = |path: &Path| path.canonicalize().unwrap_or_default().display().to_string();
         Run {
             command: format!("decode {}", args.join(" ")),
@@ -415,7 +452,13 @@ impl Lab {
                 if path.is_dir() {
                     visit(&path, root, files);
                 } else {
-                    files.insert(path.strip_prefix(root).unwrap().to_owned(), fs::read(&path).unwrap());
+                    // Reading a pipe would wait for its writer.
+                    let content = if path.is_file() {
+                        fs::read(&path).unwrap()
+                    } else {
+                        Vec::new()
+                    };
+                    files.insert(path.strip_prefix(root).unwrap().to_owned(), content);
                 }
             }
         }
@@ -605,6 +648,17 @@ pub fn assert_close(actual: &Tensor, expected: &Tensor, tolerance: f32, what: &s
              the first, at {first}, is {found} and should be {wanted}"
         );
     }
+}
+
+#[track_caller]
+pub fn assert_close_on_average(actual: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
+    assert_eq!(actual.shape, expected.shape, "{what}: the shape");
+    let pairs = actual.values().into_iter().zip(expected.values());
+    let mean = pairs.map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / actual.len() as f64;
+    assert!(
+        mean <= tolerance,
+        "{what}: off by {mean:e} on average, not {tolerance:e}"
+    );
 }
 
 #[track_caller]
