@@ -28,7 +28,6 @@ fn main() -> ExitCode {
 }
 
 fn fail(message: &dyn std::fmt::Display) -> ExitCode {
-    // A name with a line break in it must not make a second line.
-    progress::print_stderr(&format!("error: {message}").replace('\n', "\\n"));
+    progress::print_stderr(&format!("error: {message}"));
     ExitCode::FAILURE
 }

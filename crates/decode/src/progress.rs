@@ -55,9 +55,9 @@ impl Progress {
         }
     }
 
-    /// Prints without tearing the bar.
-    pub fn print(&self, text: &str) {
-        self.bar.suspend(|| print_stderr(text));
+    /// Prints a line without tearing the bar.
+    pub fn print(&self, line: &str) {
+        self.bar.suspend(|| print_stderr(line));
     }
 
     /// Removes the bar.
@@ -66,16 +66,15 @@ impl Progress {
     }
 }
 
-/// Prints to standard error, with control characters of names escaped. `eprintln!` would panic where it is closed or full,
-/// and nothing is lost then but words.
-pub fn print_stderr(text: &str) {
-    let escape = |c: char| {
-        if c.is_control() && c != '\n' {
-            c.escape_default().to_string()
-        } else {
-            c.to_string()
+/// Prints one line to standard error: control characters, which names may have, are escaped. `eprintln!` would panic where
+/// standard error is closed or full, and nothing is lost then but words.
+pub fn print_stderr(line: &str) {
+    let line: String = line.chars().fold(String::with_capacity(line.len()), |mut line, c| {
+        match c.is_control() {
+            true => line.extend(c.escape_default()),
+            false => line.push(c),
         }
-    };
-    let text: String = text.chars().map(escape).collect();
-    let _ = writeln!(std::io::stderr(), "{text}");
+        line
+    });
+    let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -149,7 +149,7 @@ fn prepare(args: &Args, progress: &Progress) -> Result<(Session, Vec<Job>), Fail
     let targets: Vec<_> = jobs.iter().map(|job| (job.file.path.as_path(), &job.target)).collect();
     outputs::check(&destination, &targets, &files, args.force)?;
     if args.explain {
-        progress.print(&plan.to_string());
+        plan.to_string().lines().for_each(|line| progress.print(line));
     }
     let session = Session {
         decoder,

@@ -927,7 +927,8 @@ fn f16_on_a_model_that_overflows_in_it_runs_in_f32() {
 
 #[test]
 fn half_precision_on_the_cpu_is_neither_f32_unsaid_nor_far_from_it() {
-    for (dtype, tolerance, mean_tolerance) in [("bf16", 5e-2, 5e-3), ("f16", 1e-2, 1e-3)] {
+    // bf16 has three bits of mantissa less than f16: steps eight times as large.
+    for (dtype, tolerance, mean_tolerance) in [("f16", 1e-2, 1e-3), ("bf16", 8e-2, 8e-3)] {
         let lab = Lab::new();
         let vae = lab.model("relaxed", MICRO_SD, |_, config| config["force_upcast"] = json!(false));
         let (latents, expected) = micro("micro-sd");
