@@ -1,10 +1,11 @@
-//! The library on GPUs against the CPU's f32: wgpu (in CI: Mesa's lavapipe) and CUDA, each where built in and present.
+//! The library against the CPU's f32: half precision on the CPU, wgpu (in CI: Mesa's lavapipe) and CUDA, each where built
+//! in and present.
 //!
 //! `BURN_VAE_REQUIRE_DEVICE=wgpu` (or `cuda`) makes an absent device a failure instead of a skipped test.
 
 use burn::tensor::Device;
 use burn_vae::{DType, DeviceName};
-use integration_tests::{MICRO_MODELS, decode, difference, fixture, load, micro, picture};
+use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture};
 
 fn open(name: &str) -> Option<Device> {
     match name.parse::<DeviceName>().unwrap().open() {
@@ -62,16 +63,28 @@ fn cuda_f32_matches(model: &str) {
     assert!(max <= TF32_TOLERANCE, "max abs difference {max}");
 }
 
-/// The mean error of bf16 on CUDA is at most 1.1 times that of PyTorch's bf16 on the same picture.
-fn cuda_bf16_errs_no_more_than_pytorch(model: &str, name: &str) {
-    let Some(device) = open("cuda") else { return };
+/// The mean error of bf16 is at most 1.1 times that of PyTorch's bf16 on the same picture.
+fn bf16_errs_no_more_than_pytorch(device: &Device, model: &str, name: &str) {
     let metrics = std::fs::read_to_string(fixture("metrics.json")).unwrap();
     let metrics: serde_json::Value = serde_json::from_str(&metrics).unwrap();
     let pytorch = &metrics["pytorch_bf16_against_f32"]["pictures"][format!("{model}/{name}")]["mean_abs"];
-    let (_, mean) = errors(&device, DType::BF16, model, name);
+    let (_, mean) = errors(device, DType::BF16, model, name);
     let ratio = mean / pytorch.as_f64().unwrap();
     println!("{model}/{name} bf16: {ratio:.3} of PyTorch's mean error");
     assert!(ratio <= 1.1, "{ratio:.3} of PyTorch's mean error");
+}
+
+fn cuda_bf16_errs_no_more_than_pytorch(model: &str, name: &str) {
+    if let Some(device) = open("cuda") {
+        bf16_errs_no_more_than_pytorch(&device, model, name);
+    }
+}
+
+#[test]
+fn cpu_bf16_errs_no_more_than_pytorch() {
+    for model in TRAINED_MODELS {
+        bf16_errs_no_more_than_pytorch(&Device::flex(), model, "chelsea");
+    }
 }
 
 /// A test a model and a picture: autotune spends minutes on each, so they must run apart.
