@@ -87,7 +87,7 @@ fn cpu_bf16_errs_no_more_than_pytorch() {
     }
 }
 
-/// A test a model and a picture: autotune spends minutes on each, so they must run apart.
+/// A test a model and a picture, so that a failure names them and they can run side by side.
 macro_rules! cuda_tests {
     ($($module:ident: $model:literal;)*) => {$(
         mod $module {

@@ -1,9 +1,8 @@
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig};
 
-/// Keeps compiled kernels and the choices of autotune in the user's cache folder, for the next run.
+/// Keeps compiled kernels in the user's cache folder, for the next run: a first decode on a GPU waits for their compiler.
 ///
-/// A first decode on a GPU spends most of its time on them. CubeCL's own default keeps the choices under the current
-/// folder and the kernels nowhere. A `cubecl.toml` that names a place is respected.
+/// CubeCL's own default keeps them nowhere. A `cubecl.toml` that names a place is respected.
 pub fn persist() {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.compilation.cache = true;
