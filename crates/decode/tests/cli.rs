@@ -503,7 +503,7 @@ fn a_batch_gives_one_numbered_picture_an_image() {
     ]);
     run.wrote(&["pictures/pair_0.png", "pictures/pair_1.png"]);
     for i in 0..2 {
-        let picture = read_picture(lab.path(&format!("pictures/pair_{i}.png")));
+        let picture = read_picture(lab.path(format!("pictures/pair_{i}.png")));
         let (worst, identical) = picture_difference(&picture, &expected.picture(i), "pair");
         assert!(
             worst <= 1 && identical >= 990.0,
@@ -723,7 +723,7 @@ fn two_runs_give_the_same_bytes() {
         run.wrote(&[&format!("{folder}/z_0.png"), &format!("{folder}/z_1.png")]);
     }
     for i in 0..2 {
-        let read = |folder: &str| fs::read(lab.path(&format!("{folder}/z_{i}.png"))).unwrap();
+        let read = |folder: &str| fs::read(lab.path(format!("{folder}/z_{i}.png"))).unwrap();
         assert!(read("a") == read("b"), "image {i} differs between two runs");
     }
 }
