@@ -34,8 +34,6 @@ pub const MICRO_MODELS: [(&str, &[&str]); 4] = [
 
 /// The trained models and their pictures.
 pub const TRAINED_MODELS: [&str; 3] = ["flux2-tiny", "flux1-tiny", "sd-tiny"];
-/// Pictures of every trained model.
-pub const PICTURES: [&str; 3] = ["astronaut", "chelsea", "coffee"];
 
 /// A file of tests/fixtures; `BURN_VAE_FIXTURES` names the folder where the tests run elsewhere than they were built.
 pub fn fixture(name: &str) -> PathBuf {

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use autoencoder_kl::AutoencoderKl;
 use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
 use flux2::AutoencoderKlFlux2;
-use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel};
+use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel, device_name};
 use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
 
 use crate::{LoadReport, apply_checkpoint};
@@ -196,7 +196,7 @@ fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
     float
         .filter(|&float| device.supports_dtype(BurnDType::from(float)))
         .ok_or_else(|| Error::UnsupportedDType {
-            device: format!("{device:?}"),
+            device: device_name(device),
             dtype,
             supported: "f32",
         })

@@ -20,7 +20,7 @@ pub use decoder::{Decoder, Observer};
 pub use group_norm::GroupNorm;
 pub use latents::{LatentMap, Latents};
 pub use mid_block::MidBlock;
-pub use model::VaeModel;
+pub use model::{VaeModel, device_name};
 pub use plan::{Implementation, Operation, Plan, Site, SitePlan};
 pub use quality::Quality;
 pub use resnet_block::ResnetBlock;

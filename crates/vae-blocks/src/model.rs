@@ -65,9 +65,9 @@ pub trait VaeModel {
         self.plan(quality)?;
         if latents.device() != self.device() {
             let reason = format!(
-                "they are on {:?} and the model is on {:?}",
-                latents.device(),
-                self.device()
+                "they are on {} and the model is on {}",
+                device_name(&latents.device()),
+                device_name(&self.device())
             );
             return Err(Error::invalid_latents(&latents.dims(), reason));
         }
@@ -113,7 +113,7 @@ fn is_indexed_in_32_bits(device: &Device) -> bool {
 }
 
 /// A device as users know it: `cpu`, else Burn's own words for it.
-fn device_name(device: &Device) -> String {
+pub fn device_name(device: &Device) -> String {
     let debug = format!("{device:?}");
     let name = debug.trim_start_matches("Device<").trim_end_matches('>');
     if name.starts_with("Flex") {
