@@ -1,33 +1,5 @@
-//! `decode`: saved diffusion latents to images. Parses, calls `burn_vae`, prints.
+//! `decode`: saved diffusion latents to images.
 
-mod args;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod gpu_cache;
-mod outputs;
-mod progress;
-mod run;
-
-use std::process::ExitCode;
-
-use clap::{CommandFactory, Parser, error::ErrorKind};
-
-use args::Args;
-use run::Failure;
-
-/// Exit codes: 0 done, 1 failed, 2 wrong usage.
-fn main() -> ExitCode {
-    let args = Args::parse();
-    #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    gpu_cache::persist();
-    match run::run(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Usage(message)) => Args::command().error(ErrorKind::ArgumentConflict, message).exit(),
-        Err(Failure::Error(error)) => fail(&error),
-        Err(Failure::Latents(path, error)) => fail(&format_args!("`{}`: {error}", path.display())),
-    }
-}
-
-fn fail(message: &dyn std::fmt::Display) -> ExitCode {
-    progress::print_stderr(&format!("error: {message}"));
-    ExitCode::FAILURE
+fn main() -> std::process::ExitCode {
+    decode::main()
 }

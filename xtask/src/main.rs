@@ -1,0 +1,45 @@
+//! `cargo xtask`: what proves a decode (`validate`, `bench`) and what packs it (`bundle`, `dist`).
+
+mod bench;
+mod bundle;
+mod dist;
+mod validate;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Validation, benchmarks and packing of burn-vae.
+#[derive(Debug, Parser)]
+#[command(name = "xtask", version, about)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Validate(validate::Args),
+    Bench(bench::Args),
+    Bundle(bundle::Args),
+    Dist(dist::Args),
+}
+
+/// Any error with its message; the program only prints it.
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> ExitCode {
+    let result = match Args::parse().command {
+        Command::Validate(args) => validate::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
+        Command::Dist(args) => dist::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
