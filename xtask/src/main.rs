@@ -2,6 +2,7 @@
 
 mod bench;
 mod bundle;
+mod checkout;
 mod dist;
 mod validate;
 
