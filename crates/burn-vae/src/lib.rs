@@ -40,12 +40,14 @@
 
 mod decoder;
 mod device;
+mod latents;
 mod weights;
 
 pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig};
 pub use decoder::{LoadOptions, Loaded, VaeDecoder, VaeModule};
 pub use device::{DeviceName, peak_memory};
 pub use flux2::{AutoencoderKlFlux2, Flux2Config};
+pub use latents::latents_from_file;
 pub use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel};
 pub use vae_io as io;
 pub use vae_io::{DType, DecoderConfig, Error, Family, LatentSpace, Result, VaeConfig};

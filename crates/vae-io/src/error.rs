@@ -103,6 +103,10 @@ pub enum Error {
         hint: &'static str,
     },
 
+    /// Images that are not of one shape cannot be compared.
+    #[error("images of shapes {a:?} and {b:?} cannot be compared; pass images of the same size")]
+    ImagesDiffer { a: [usize; 4], b: [usize; 4] },
+
     /// The asked quality cannot run on this device, dtype or model.
     #[error("quality {quality} is not available: {}", reasons.join("; "))]
     QualityUnavailable {

@@ -10,6 +10,7 @@ mod error;
 mod image;
 mod latents;
 mod mapped;
+mod metrics;
 mod npy;
 mod output;
 
@@ -19,6 +20,7 @@ pub use dtype::DType;
 pub use error::{Error, ShapeMismatch};
 pub use image::{Image, Rgb8};
 pub use latents::{LatentFile, LatentLayout, LatentSpace, LatentsHint, LatentsOptions, LatentsReading};
+pub use metrics::Metrics;
 pub use output::OutputFormat;
 
 /// Result of everything in this project that can fail.
