@@ -3,6 +3,7 @@
 //! Everything read here comes from outside, so every reader validates headers before it allocates, returns
 //! [`Error`] instead of panicking, and never allocates more than a small multiple of the file's own size.
 
+mod archive;
 mod checkpoint;
 mod config;
 mod dtype;
@@ -13,6 +14,8 @@ mod mapped;
 mod metrics;
 mod npy;
 mod output;
+mod strided;
+mod torch;
 
 pub use checkpoint::{Checkpoint, CheckpointTensor};
 pub use config::{AutoencoderKlConfig, DecoderConfig, Family, Flux2Config, VaeConfig};

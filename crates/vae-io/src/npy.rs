@@ -3,6 +3,7 @@
 //! <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>
 
 use crate::DType;
+use crate::strided::row_major;
 
 /// A .npy file in memory whose header is parsed and whose data is as long as the header says.
 #[derive(Debug)]
@@ -55,7 +56,7 @@ impl<'a> Array<'a> {
             self.dtype.extend_f32(self.data, &mut values);
         }
         if self.fortran_order {
-            row_major(&values, &self.shape)
+            row_major(values, &self.shape, &column_major_strides(&self.shape))
         } else {
             values
         }
@@ -137,32 +138,15 @@ fn element(descr: &[u8]) -> Result<(DType, bool), String> {
     }
 }
 
-/// Transposes column-major `values` of `shape` to row-major.
-fn row_major(values: &[f32], shape: &[usize]) -> Vec<f32> {
-    let mut strides = Vec::with_capacity(shape.len());
-    let mut stride = 1;
-    for dim in shape {
-        strides.push(stride);
-        stride *= dim;
-    }
-
-    let mut index = vec![0; shape.len()];
-    let mut source = 0;
-    let mut out = Vec::with_capacity(values.len());
-    for _ in values {
-        out.push(values[source]);
-        // Counts up `index` like an odometer, the last dimension fastest, and `source` with it.
-        for d in (0..shape.len()).rev() {
-            index[d] += 1;
-            source += strides[d];
-            if index[d] < shape[d] {
-                break;
-            }
-            source -= strides[d] * shape[d];
-            index[d] = 0;
-        }
-    }
-    out
+/// Where the next element along each dimension lies in column-major order.
+fn column_major_strides(shape: &[usize]) -> Vec<usize> {
+    let mut next = 1;
+    let mut step = |size| {
+        let stride = next;
+        next *= size;
+        stride
+    };
+    shape.iter().map(|&size| step(size)).collect()
 }
 
 struct Header<'a> {

@@ -1,10 +1,11 @@
+use std::fmt;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::Metadata;
-
 use super::{LatentSpace, LatentsHint};
+use crate::archive::Archive;
 use crate::mapped::{float_dtype, map, safetensors_header};
-use crate::{DType, Error, Result, npy};
+use crate::{DType, Error, Result, npy, torch};
 
 /// Latents of a file, widened to f32.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,44 +23,146 @@ pub struct LatentFile {
 }
 
 impl LatentFile {
-    /// Reads `.safetensors` and `.sft` (their only tensor, or the one called `latents` or `latent_tensor`), ComfyUI's
-    /// `.latent`, and `.npy` (C or Fortran order, either byte order).
+    /// Reads a file's only tensor, or the one of several that is called `latents` or `latent_tensor`.
     ///
-    /// Memory: the file is mapped, and the values take 4 bytes each; .npy in Fortran or big-endian order takes as much
-    /// again for a moment.
+    /// The format is told by the file's content, not by its name:
+    ///
+    /// - safetensors, and ComfyUI's `.latent`, which is one with a marker. Where the marker is missing, the extension
+    ///   `.latent` says that the file is an old one of ComfyUI's.
+    /// - NumPy's `.npy` (C or Fortran order, either byte order), and `.npz` with such arrays, stored or deflated.
+    /// - PyTorch's `.pt`: a tensor or a dict with tensors, as `torch.save` writes them since version 1.6. The pickle is
+    ///   read and not run.
+    ///
+    /// Memory: the file is mapped, and the values take 4 bytes each; Fortran or big-endian order and views with other
+    /// strides take as much again for a moment, and a member of an .npz its unpacked bytes, at most 16 times (and 64 KiB
+    /// more than) what it takes in the file.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownExtension`], [`Error::Io`], [`Error::InvalidFile`] for malformed files, files without a clear
-    /// tensor of latents and types that are not floating point, [`Error::InvalidLatents`] for shapes that are no
-    /// latents of images, [`Error::NonFinite`].
+    /// [`Error::Io`], [`Error::InvalidFile`] for other and malformed files, files without a clear tensor of latents and
+    /// types that are not floating point, [`Error::InvalidLatents`] for shapes that are no latents of images,
+    /// [`Error::NonFinite`].
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        let extension = path.extension().unwrap_or_default().to_ascii_lowercase();
-        let latents = match extension.to_str() {
-            Some("safetensors" | "sft") => read_safetensors(path, false),
-            Some("latent") => read_safetensors(path, true),
-            Some("npy") => read_npy(path),
-            _ => Err(Error::UnknownExtension {
-                path: path.to_path_buf(),
-                supported: ".safetensors, .sft, .latent (ComfyUI), .npy",
-            }),
-        }?;
-        latents.check_finite()?;
-        Ok(latents)
+        Self::read_tensor(path, None)
     }
 
-    fn check_finite(&self) -> Result<()> {
-        match self.values.iter().filter(|v| !v.is_finite()).count() {
-            0 => Ok(()),
+    /// Reads the tensor of this name, for files that hold several; `None` is [`LatentFile::read`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`LatentFile::read`]; [`Error::InvalidFile`] lists the names that are there if this one is not, or if the
+    /// file's only tensor has no name.
+    pub fn read_tensor(path: impl AsRef<Path>, tensor: Option<&str>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::parse(&map(path)?, path, tensor)
+    }
+
+    /// Reads a stream to its end, as [`LatentFile::read_tensor`] reads a file; errors call it `name`, which becomes `path`.
+    ///
+    /// A stream that does not start as latents do is not read further.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`LatentFile::read_tensor`].
+    pub fn read_stream(mut stream: impl Read, name: impl AsRef<Path>, tensor: Option<&str>) -> Result<Self> {
+        let name = name.as_ref();
+        let mut bytes = Vec::new();
+        let start = (&mut stream).take(Format::MAGIC_BYTES as u64).read_to_end(&mut bytes);
+        start.map_err(Error::io("read", name))?;
+        Format::of(&bytes).map_err(|reason| Error::invalid_file(name, FILE, reason))?;
+        stream.read_to_end(&mut bytes).map_err(Error::io("read", name))?;
+        Self::parse(&bytes, name, tensor)
+    }
+
+    fn parse(bytes: &[u8], path: &Path, tensor: Option<&str>) -> Result<Self> {
+        let format = Format::of(bytes).map_err(|reason| Error::invalid_file(path, FILE, reason))?;
+        let Stored {
+            shape,
+            dtype,
+            values,
+            hint,
+        } = match format {
+            Format::Safetensors => {
+                // Nothing in the file says so of ComfyUI's old ones.
+                let is_latent = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("latent"));
+                read_safetensors(bytes, tensor, is_latent)
+            }
+            Format::Npy => read_npy(bytes, tensor),
+            Format::Zip => read_zip(bytes, tensor),
+        }
+        .map_err(|fault| match fault {
+            Fault::File(kind, reason) => Error::invalid_file(path, kind, reason),
+            Fault::Shape(error) => error,
+        })?;
+        match values.iter().filter(|v| !v.is_finite()).count() {
+            0 => Ok(Self {
+                path: path.to_path_buf(),
+                shape,
+                values,
+                dtype,
+                hint,
+            }),
             count => Err(Error::NonFinite {
-                stage: format!("latents `{}`", self.path.display()),
+                stage: format!("latents `{}`", path.display()),
                 count,
-                total: self.values.len(),
+                total: values.len(),
                 hint: "",
             }),
         }
     }
+}
+
+/// What a file is to be that is none.
+const FILE: &str = "file of latents";
+
+#[derive(Debug, Clone, Copy)]
+enum Format {
+    Safetensors,
+    Npy,
+    /// .npz or .pt
+    Zip,
+}
+
+impl Format {
+    /// As many as [`Format::of`] looks at.
+    const MAGIC_BYTES: usize = 9;
+
+    /// The format of a file that starts with these bytes; the error is the reason why it has none.
+    fn of(bytes: &[u8]) -> Result<Self, String> {
+        match bytes {
+            [0x93, b'N', b'U', b'M', b'P', b'Y', ..] => Ok(Self::Npy),
+            [b'P', b'K', 3, 4, ..] => Ok(Self::Zip),
+            // The header's length and the header, which is an object of JSON.
+            [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Self::Safetensors),
+            [] => Err("it is empty".to_owned()),
+            // A pickle that is not in an archive.
+            [0x80, 2..=5, ..] => Err(
+                "it is a bare pickle, as PyTorch wrote before 1.6; load it and save it again with torch.save"
+                    .to_owned(),
+            ),
+            _ => Err("it is none of .safetensors, ComfyUI's .latent, .npy, .npz and PyTorch's .pt".to_owned()),
+        }
+    }
+}
+
+/// What a file holds, whatever its format.
+struct Stored {
+    shape: Vec<usize>,
+    dtype: DType,
+    values: Vec<f32>,
+    hint: LatentsHint,
+}
+
+/// Why a file holds no latents, until its path is known.
+enum Fault {
+    /// What the file should be, and why it is not.
+    File(&'static str, String),
+    Shape(Error),
+}
+
+/// The [`Fault`] of a file that should be of this kind.
+fn fault<E: fmt::Display>(kind: &'static str) -> impl Fn(E) -> Fault {
+    move |reason| Fault::File(kind, reason.to_string())
 }
 
 /// ComfyUI's `SaveLatent` writes a safetensors file with `latent_tensor` and an empty tensor as a marker. Its values are
@@ -77,13 +180,23 @@ mod comfyui {
 const MAX_HEADER: usize = 16 << 20;
 
 /// `is_latent`: the extension says that the file is ComfyUI's; otherwise its marker does.
-fn read_safetensors(path: &Path, is_latent: bool) -> Result<LatentFile> {
-    let invalid = |reason| Error::invalid_file(path, "safetensors file of latents", reason);
-    let file = map(path)?;
-    let (metadata, data) = safetensors_header(&file, MAX_HEADER).map_err(invalid)?;
-    let name = latent_tensor(&metadata, is_latent).map_err(invalid)?;
+fn read_safetensors(bytes: &[u8], tensor: Option<&str>, is_latent: bool) -> Result<Stored, Fault> {
+    let invalid = fault("safetensors file of latents");
+    let (metadata, data) = safetensors_header(bytes, MAX_HEADER).map_err(&invalid)?;
+    let mut names = metadata.offset_keys();
+    names.retain(|name| name != comfyui::MARKER);
+    let name = match tensor {
+        None if is_latent && !names.iter().any(|name| name == comfyui::TENSOR) => {
+            let found = listed(&names);
+            return Err(invalid(format!(
+                "a ComfyUI .latent has a tensor `latent_tensor`, it has: {found}"
+            )));
+        }
+        None if is_latent => comfyui::TENSOR,
+        _ => choose(&names, tensor).map_err(&invalid)?,
+    };
     let info = metadata
-        .info(&name)
+        .info(name)
         .ok_or_else(|| invalid(format!("it has no `{name}`")))?;
     let dtype = float_dtype(info.dtype).ok_or_else(|| {
         let found = info.dtype;
@@ -117,79 +230,124 @@ fn read_safetensors(path: &Path, is_latent: bool) -> Result<LatentFile> {
             LatentSpace::Vae
         });
     }
-    Ok(LatentFile {
-        path: path.to_path_buf(),
+    Ok(Stored {
         shape,
-        values,
         dtype,
+        values,
         hint,
     })
 }
 
-/// The name of the tensor that holds the latents.
-fn latent_tensor(metadata: &Metadata, is_latent: bool) -> Result<String, String> {
-    let mut names = metadata.offset_keys();
-    names.retain(|name| name != comfyui::MARKER);
-    names.sort_unstable();
-    let known = |name: &&String| *name == "latents" || *name == comfyui::TENSOR;
-    let known: Vec<&String> = names.iter().filter(known).collect();
-    let listed = || {
-        let more = names.len().saturating_sub(8);
-        let shown = names[..names.len() - more].join(", ");
-        if more > 0 {
-            format!("{shown} and {more} more")
-        } else {
-            shown
-        }
-    };
-    if is_latent && !known.iter().any(|name| *name == comfyui::TENSOR) {
-        return Err(format!(
-            "a ComfyUI .latent has a tensor `latent_tensor`, it has: {}",
-            listed()
-        ));
+fn read_npy(bytes: &[u8], tensor: Option<&str>) -> Result<Stored, Fault> {
+    let invalid = fault(".npy file of latents");
+    nameless(tensor).map_err(&invalid)?;
+    stored_array(npy::Array::parse(bytes).map_err(invalid)?)
+}
+
+fn stored_array(array: npy::Array<'_>) -> Result<Stored, Fault> {
+    Ok(Stored {
+        shape: image_shape(&array.shape)?,
+        dtype: array.dtype,
+        values: array.values(),
+        hint: LatentsHint::default(),
+    })
+}
+
+/// An archive of .npy files, or PyTorch's.
+fn read_zip(bytes: &[u8], tensor: Option<&str>) -> Result<Stored, Fault> {
+    const ARRAY: &str = ".npy";
+    let archive = Archive::open(bytes).map_err(fault(FILE))?;
+    let members = archive.names().map_err(fault(FILE))?;
+    if let Some(root) = torch::root(&members) {
+        return read_torch(archive, root, tensor);
     }
-    match (names.as_slice(), known.as_slice()) {
-        ([], _) => Err("it has no tensors".to_owned()),
-        ([only], _) => Ok(only.clone()),
-        (_, [only]) => Ok((*only).clone()),
-        _ => {
+    let names: Vec<_> = members.iter().filter_map(|name| name.strip_suffix(ARRAY)).collect();
+    if names.is_empty() {
+        let found = listed(&members);
+        return Err(fault(FILE)(format!(
+            "it is a zip archive without .npy arrays or PyTorch's data.pkl; it has: {found}"
+        )));
+    }
+    let invalid = fault(".npz file of latents");
+    let name = choose(&names, tensor).map_err(&invalid)?;
+    let mut archive = archive;
+    let array = archive.unpacked(&format!("{name}{ARRAY}")).map_err(&invalid)?;
+    stored_array(npy::Array::parse(&array).map_err(|e| invalid(format!("`{name}`: {e}")))?)
+}
+
+fn read_torch(archive: Archive<'_>, root: &str, tensor: Option<&str>) -> Result<Stored, Fault> {
+    let invalid = fault("PyTorch file of latents");
+    let mut file = torch::File::open(archive, root).map_err(&invalid)?;
+    let names = file.names();
+    let name = match &names {
+        None => nameless(tensor).map(|()| None),
+        Some(names) => choose(names, tensor).map(Some),
+    };
+    let name = name.map_err(&invalid)?;
+    let shape = image_shape(file.shape(name).map_err(&invalid)?)?;
+    let (dtype, values) = file.values(name).map_err(invalid)?;
+    Ok(Stored {
+        shape,
+        dtype,
+        values,
+        hint: LatentsHint::default(),
+    })
+}
+
+/// The name of the tensor that holds the latents: the one asked for, the only one, or the one that is called so.
+fn choose<'n, S: AsRef<str>>(names: &'n [S], tensor: Option<&str>) -> Result<&'n str, String> {
+    let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+    let is_known = |name: &&str| tensor.map_or(["latents", comfyui::TENSOR].contains(name), |tensor| *name == tensor);
+    let known: Vec<&str> = names.iter().copied().filter(is_known).collect();
+    match (names.as_slice(), known.as_slice(), tensor) {
+        ([], ..) => Err("it has no tensors".to_owned()),
+        (_, [name], _) | ([name], _, None) => Ok(name),
+        (_, _, Some(tensor)) => Err(format!("it has no tensor `{tensor}`; it has: {}", listed(&names))),
+        (names, _, None) => {
             let count = names.len();
             Err(format!(
-                "it has {count} tensors and not one called `latents`: {}",
-                listed()
+                "it has {count} tensors and not one called `latents`; pass --tensor with one of: {}",
+                listed(names)
             ))
         }
     }
 }
 
-fn read_npy(path: &Path) -> Result<LatentFile> {
-    let file = map(path)?;
-    let array = npy::Array::parse(&file).map_err(|e| Error::invalid_file(path, ".npy file of latents", e))?;
-    Ok(LatentFile {
-        path: path.to_path_buf(),
-        shape: image_shape(&array.shape)?,
-        values: array.values(),
-        dtype: array.dtype,
-        hint: LatentsHint::default(),
-    })
+fn nameless(tensor: Option<&str>) -> Result<(), String> {
+    match tensor {
+        None => Ok(()),
+        Some(tensor) => Err(format!(
+            "it has one tensor without a name, and no `{tensor}`; leave out --tensor"
+        )),
+    }
+}
+
+/// The first few names, in order.
+fn listed<S: AsRef<str>>(names: &[S]) -> String {
+    let mut names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+    names.sort_unstable();
+    let more = names.len().saturating_sub(8);
+    let shown = names[..names.len() - more].join(", ");
+    if more > 0 {
+        format!("{shown} and {more} more")
+    } else {
+        shown
+    }
 }
 
 /// `[B, C, 1, h, w]` as `[B, C, h, w]`, other shapes of latents as they are.
-fn image_shape(shape: &[usize]) -> Result<Vec<usize>> {
+fn image_shape(shape: &[usize]) -> Result<Vec<usize>, Fault> {
+    let invalid = |reason: &str| Err(Fault::Shape(Error::invalid_latents(shape, reason)));
     if shape.contains(&0) {
-        return Err(Error::invalid_latents(shape, "a dimension is zero"));
+        return invalid("a dimension is zero");
     }
     match *shape {
         [_, _, _] | [_, _, _, _] => Ok(shape.to_vec()),
         [b, c, 1, h, w] => Ok(vec![b, c, h, w]),
-        [_, _, frames, _, _] => Err(Error::invalid_latents(
-            shape,
-            format!("they are video latents of {frames} frames; only images ([B, C, 1, h, w]) are supported"),
+        [_, _, frames, _, _] => invalid(&format!(
+            "they are video latents of {frames} frames; only images ([B, C, 1, h, w]) are supported"
         )),
-        _ => Err(Error::invalid_latents(
-            shape,
-            "supported: maps [B, C, h, w], [C, h, w], [B, C, 1, h, w] and packed tokens [B, L, C]",
-        )),
+        _ => invalid("supported: maps [B, C, h, w], [C, h, w], [B, C, 1, h, w] and packed tokens [B, L, C]"),
     }
 }
 
@@ -202,6 +360,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::archive::tests::zipped;
 
     /// Writes `bytes` under `name` and reads it.
     fn read(name: &str, bytes: &[u8]) -> Result<LatentFile> {
@@ -419,17 +578,116 @@ mod tests {
     }
 
     #[test]
-    fn unknown_extensions_and_missing_files_are_refused() {
-        for name in ["a.png", "safetensors", "a"] {
-            assert!(message(name, &[]).contains(".safetensors, .sft, .latent (ComfyUI), .npy"));
+    fn a_tensor_is_read_by_its_name_and_missing_names_list_what_is_there() {
+        let file = safetensors(
+            &[
+                ("latents", Dtype::F32, SHAPE),
+                ("noise", Dtype::F32, &[1, 4, 3, 2]),
+                ("steps", Dtype::I64, &[2]),
+            ],
+            &[],
+        );
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("a.safetensors");
+        fs::write(&path, file).unwrap();
+        let shape = |tensor| LatentFile::read_tensor(&path, tensor).map(|latents| latents.shape);
+        assert_eq!(shape(None).unwrap(), SHAPE);
+        assert_eq!(shape(Some("latents")).unwrap(), SHAPE);
+        assert_eq!(shape(Some("noise")).unwrap(), [1, 4, 3, 2]);
+        let error = shape(Some("steps")).unwrap_err().to_string();
+        assert!(error.contains("`steps` is I64"), "{error}");
+        for name in ["", "latent", "latents "] {
+            let error = shape(Some(name)).unwrap_err().to_string();
+            let expected = format!("it has no tensor `{name}`; it has: latents, noise, steps");
+            assert!(error.ends_with(&expected), "{error}");
         }
-        for name in ["a.safetensors", "a.npy"] {
-            assert!(
-                matches!(read(name, &[]), Err(Error::InvalidFile { .. })),
-                "an empty file"
-            );
+    }
+
+    #[test]
+    fn a_name_for_the_only_array_of_an_npy_file_is_not_ignored() {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("a.npy");
+        fs::write(&path, npy("<f4", "(1, 1, 2)", &[0; 8])).unwrap();
+        let error = LatentFile::read_tensor(&path, Some("x")).unwrap_err().to_string();
+        assert!(error.ends_with("no `x`; leave out --tensor"), "{error}");
+    }
+
+    #[test]
+    fn a_tensor_of_a_comfyui_file_by_its_own_name_follows_no_convention() {
+        let tensors = [("latent_tensor", Dtype::F32, SHAPE), ("mask", Dtype::F32, SHAPE)];
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("a.latent");
+        fs::write(&path, safetensors(&tensors, &[])).unwrap();
+        let read = |tensor| LatentFile::read_tensor(&path, Some(tensor)).unwrap();
+        assert_eq!((read("mask").hint.space, read("mask").values[0]), (None, 0.5));
+        assert_eq!(read("latent_tensor").hint.space, Some(LatentSpace::Vae));
+        assert_eq!(read("latent_tensor"), LatentFile::read(&path).unwrap());
+    }
+
+    #[test]
+    fn the_content_tells_the_format_whatever_the_extension() {
+        let file = safetensors(&[("x", Dtype::F32, SHAPE)], &[]);
+        let array = npy("<f4", "(1, 1, 2)", &[0; 8]);
+        for name in ["a", "a.npy", "a.safetensors", "a.png"] {
+            assert_eq!(read(name, &file).unwrap().shape, SHAPE);
+            assert_eq!(read(name, &array).unwrap().shape, [1, 1, 2]);
+            assert!(message(name, b"\x89PNG\r\n\x1a\n and more").contains("none of .safetensors"));
+            assert!(message(name, &[]).contains("is not a valid file of latents: it is empty"));
         }
         let missing = LatentFile::read("no/such.safetensors").unwrap_err().to_string();
         assert!(missing.starts_with("cannot open `no/such.safetensors`"), "{missing}");
+    }
+
+    #[test]
+    fn an_archive_of_neither_arrays_nor_tensors_is_refused() {
+        let archive = zipped(false, &[("a.txt", b"x"), ("b.txt", b"y")]);
+        let message = message("a.npz", &archive);
+        assert!(
+            message.ends_with("without .npy arrays or PyTorch's data.pkl; it has: a.txt, b.txt"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn a_stream_reads_as_its_file_does() {
+        let marked = [
+            ("latent_tensor", Dtype::F32, SHAPE),
+            ("latent_format_version_0", Dtype::F32, &[0][..]),
+        ];
+        let array = npy("<f4", "(1, 1, 2)", &[0; 8]);
+        let archive = zipped(true, &[("x.npy", &array)]);
+        for bytes in [safetensors(&marked, &[]), array, archive] {
+            let stream = LatentFile::read_stream(&bytes[..], "standard input", None).unwrap();
+            assert_eq!(stream.path.to_str(), Some("standard input"));
+            let file = read("a", &bytes).unwrap();
+            let path = file.path.clone();
+            assert_eq!(file, LatentFile { path, ..stream });
+        }
+    }
+
+    #[test]
+    fn a_stream_that_is_no_latents_is_not_read_to_its_end() {
+        let error = LatentFile::read_stream(std::io::repeat(0), "standard input", None).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("`standard input` is not a valid file of latents"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_stream_that_breaks_is_no_end() {
+        struct Broken;
+        impl Read for Broken {
+            fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+                Err(std::io::ErrorKind::BrokenPipe.into())
+            }
+        }
+        let array = npy("<f4", "(1, 1, 2)", &[0; 8]);
+        for start in [0, 20, array.len()] {
+            let error = LatentFile::read_stream(array[..start].chain(Broken), "standard input", None).unwrap_err();
+            assert!(error.to_string().starts_with("cannot read `standard input`"), "{error}");
+        }
     }
 }
