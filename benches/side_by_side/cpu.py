@@ -20,7 +20,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import resource
 import shlex
 import statistics
@@ -31,23 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHANNELS = (128, 256, 512, 512)
-FLUX1: dict[str, Any] = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ("DownEncoderBlock2D",) * len(CHANNELS),
-    "up_block_types": ("UpDecoderBlock2D",) * len(CHANNELS),
-    "block_out_channels": CHANNELS,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "norm_num_groups": 32,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-REDUCTION = 2 ** (len(CHANNELS) - 1)  # pixels per latent, each way
+from common import FLUX1, REDUCTION, child, commit, cpu_name, task_of, to_vae_space
+
 WEIGHTS, LATENTS = "diffusion_pytorch_model.safetensors", "latents.safetensors"
 REFERENCE, OURS = "torch.safetensors", "out.safetensors"
 
@@ -57,22 +41,14 @@ REFERENCE, OURS = "torch.safetensors", "out.safetensors"
 
 def save_model(folder: Path, size: int, seed: int, decoder_only: bool) -> None:
     """Write the random model and the latents as a pipeline would return them."""
-    import torch
-    from diffusers import AutoencoderKL
     from safetensors.torch import load_file, save_file
 
-    torch.manual_seed(seed)
-    vae = AutoencoderKL(**FLUX1)
-    for module in vae.modules():
-        if isinstance(module, torch.nn.GroupNorm):  # the default, 1 and 0, would hide a mistake
-            torch.nn.init.normal_(module.weight, 1.0, 0.1)
-            torch.nn.init.normal_(module.bias, 0.0, 0.1)
+    vae = FLUX1.vae(seed)
     vae.save_pretrained(folder)
     if decoder_only:
         kept = {k: v for k, v in load_file(folder / WEIGHTS).items() if k.startswith("decoder.")}
         save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
-    shape = (1, FLUX1["latent_channels"], size // REDUCTION, size // REDUCTION)
-    save_file({"latents": torch.randn(shape)}, folder / LATENTS)
+    save_file({"latents": FLUX1.latents(size, size)}, folder / LATENTS)
 
 
 def serve_torch(folder: Path, threads: int, channels_last: bool) -> None:
@@ -93,13 +69,12 @@ def serve_torch(folder: Path, threads: int, channels_last: bool) -> None:
     if channels_last:
         vae = vae.to(memory_format=torch.channels_last)
         latents = latents.to(memory_format=torch.channels_last)
-    scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
     image = None
     for _ in sys.stdin:
         image = None  # the last run's, so that it does not count towards the next one's peak
         with torch.inference_mode():
             start = time.perf_counter()
-            image = vae.decode(latents / scale + shift, return_dict=False)[0]
+            image = vae.decode(to_vae_space(vae, latents), return_dict=False)[0]
             seconds = time.perf_counter() - start
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         answer = {"seconds": seconds, "peak_kib": peak_kib, "imports_kib": imports_kib, "torch": torch.__version__}
@@ -111,11 +86,8 @@ def serve_torch(folder: Path, threads: int, channels_last: bool) -> None:
 # In the parent: no torch.
 
 
-def child(task: str, threads: int, /, **task_args: Any) -> subprocess.Popen[str]:
-    """Start this file again in a new process to do `task`."""
-    command = [sys.executable, os.path.abspath(__file__), "--task", task, json.dumps(task_args, default=str)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def start(task: str, threads: int, /, **task_args: Any) -> subprocess.Popen[str]:
+    return child(__file__, task, {"OMP_NUM_THREADS": str(threads)}, **task_args)
 
 
 class Torch:
@@ -123,7 +95,7 @@ class Torch:
 
     def __init__(self, folder: Path, threads: int, channels_last: bool) -> None:
         self.name = "PyTorch, channels_last" if channels_last else "PyTorch"
-        self.process = child("torch", threads, folder=folder, threads=threads, channels_last=channels_last)
+        self.process = start("torch", threads, folder=folder, threads=threads, channels_last=channels_last)
 
     def run(self) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
@@ -178,27 +150,8 @@ def difference(folder: Path) -> dict[str, float | None]:
     return {"max_abs_error": float(numpy.abs(expected - actual).max()), "psnr_db": psnr}
 
 
-def device() -> str:
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{cpu}, {os.cpu_count()} CPUs"
-
-
-def commit() -> str:
-    def git(*words: str) -> str:
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
-
-    head = git("rev-parse", "--short", "--verify", "--quiet", "HEAD")
-    return f"{head or 'none'}{'-dirty' if git('status', '--porcelain') else ''}"
-
-
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    maker = child("save", options.threads, folder=folder, size=options.size, seed=options.seed,
+    maker = start("save", options.threads, folder=folder, size=options.size, seed=options.seed,
                   decoder_only=options.decoder_only)
     maker.communicate()
     if maker.returncode:
@@ -224,7 +177,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append({"name": name, "width": options.size, "height": options.size,
                      "seconds_median": statistics.median(seconds), "seconds_min": min(seconds),
                      "seconds_max": max(seconds), "runs": len(runs), "peak_mib": round(peak / 1024, 1)})
-    report: dict[str, Any] = {"device": device(), "date": datetime.date.today().isoformat(), "commit": commit(),
+    report: dict[str, Any] = {"device": cpu_name(), "date": datetime.date.today().isoformat(), "commit": commit(),
                               "torch": first["PyTorch"]["torch"], "threads": options.threads, "rows": rows}
 
     print("| Decoder | Image | Median s | Min s | Max s | Runs | Warm-up s | Peak MiB |")
@@ -248,8 +201,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--task"]:
-        task, task_args = sys.argv[2], json.loads(sys.argv[3])
+    if called := task_of(sys.argv[1:]):
+        task, task_args = called
         task_args["folder"] = Path(task_args["folder"])
         {"save": save_model, "torch": serve_torch}[task](**task_args)
         return
