@@ -1,4 +1,4 @@
-use std::fmt;
+use std::{fmt, str::FromStr};
 
 /// Floating-point types that latents and checkpoints are stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,9 +51,28 @@ impl fmt::Display for DType {
     }
 }
 
+impl FromStr for DType {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        [Self::F16, Self::BF16, Self::F32, Self::F64]
+            .into_iter()
+            .find(|dtype| dtype.to_string() == name)
+            .ok_or_else(|| format!("`{name}` is not a type, use f32, f16 or bf16"))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for name in ["f16", "bf16", "f32", "f64"] {
+            assert_eq!(name.parse::<DType>().unwrap().to_string(), name);
+        }
+        assert!("F32".parse::<DType>().is_err());
+    }
 
     #[test]
     fn every_type_reads_little_endian() {

@@ -4,15 +4,18 @@
 
 use fovea::analyze::quality::{PeakValue, SsimParams, ssim};
 use fovea::pixel::MonoF32;
+use serde::Serialize;
 
 use crate::{Error, Image, Result, Rgb8};
 
 /// How far two images of one size are apart, in the units of the images: -1..1 for decoded ones, levels for 8-bit ones.
-#[derive(Debug, Clone, Copy, PartialEq)]
+///
+/// Serialised, an infinite ratio and a missing similarity are null.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Metrics {
     /// Peak signal-to-noise ratio in dB over all values, with a peak of 2 for decoded images and 255 for 8-bit ones.
     /// Infinite where all values are equal.
-    pub psnr: f64,
+    pub psnr_db: f64,
     /// Structural similarity, the mean over the channels: Gaussian window of sigma 1.5 and 11x11 pixels, K1 = 0.01,
     /// K2 = 0.03, population covariance, only where the whole window is inside the image. `None` for images with a side
     /// of less than 11 pixels.
@@ -93,7 +96,7 @@ impl Metrics {
         }
         let identical = identical.into_iter().filter(|&identical| identical).count();
         Self {
-            psnr: 10.0 * (peak * peak / mean_square).log10(),
+            psnr_db: 10.0 * (peak * peak / mean_square).log10(),
             ssim,
             mean_abs: differences.iter().map(|&x| f64::from(x)).sum::<f64>() / count,
             max_abs: differences.iter().copied().fold(0.0, f32::max).into(),
@@ -190,8 +193,8 @@ mod tests {
             let expected = |key: &str| pair[key].as_f64().unwrap_or(f64::INFINITY);
             let metrics = Metrics::of_rgb8(&fixture(a), &fixture(b)).unwrap();
             match expected("psnr_db") {
-                f64::INFINITY => assert_eq!(metrics.psnr, f64::INFINITY, "{name}"),
-                psnr => assert_near(metrics.psnr, psnr, 1e-4, &name),
+                f64::INFINITY => assert_eq!(metrics.psnr_db, f64::INFINITY, "{name}"),
+                psnr => assert_near(metrics.psnr_db, psnr, 1e-4, &name),
             }
             assert_near(metrics.ssim.unwrap(), expected("ssim"), 1e-4, &name);
             assert_near(metrics.mean_abs, expected("mean_abs"), 1e-9, &name);
@@ -213,7 +216,7 @@ mod tests {
         };
         let metrics = Metrics::of_images(&image(0.0), &image(1.0), 0).unwrap();
         // scikit-image 0.26 and NumPy on the same values; SSIM of x/2 + 0.5 with data_range=1 (of x itself with data_range=2 it is 0.658).
-        assert_near(metrics.psnr, 21.115_523_8, 1e-4, "psnr");
+        assert_near(metrics.psnr_db, 21.115_523_8, 1e-4, "psnr");
         assert_near(metrics.ssim.unwrap(), 0.954_637_8, 1e-4, "ssim");
         assert_near(metrics.mean_abs, 0.157_843_8, 1e-6, "mean");
         assert_near(metrics.p99_abs, 0.249_964_2, 1e-6, "p99");
@@ -233,7 +236,7 @@ mod tests {
         let image = grey(13, 11, |x, y| (x * y) as f32 / 200.0 - 0.3);
         let metrics = Metrics::of_images(&image, &image.clone(), 0).unwrap();
         let expected = Metrics {
-            psnr: f64::INFINITY,
+            psnr_db: f64::INFINITY,
             ssim: Some(1.0),
             mean_abs: 0.0,
             p99_abs: 0.0,
@@ -248,7 +251,7 @@ mod tests {
         for (width, height) in [(10, 11), (11, 10), (64, 1), (1, 1)] {
             let black = grey(width, height, |_, _| -1.0);
             let metrics = Metrics::of_images(&black, &grey(width, height, |_, _| 1.0), 0).unwrap();
-            assert_eq!((metrics.psnr, metrics.ssim), (0.0, None), "{width}x{height}");
+            assert_eq!((metrics.psnr_db, metrics.ssim), (0.0, None), "{width}x{height}");
             assert_eq!((metrics.mean_abs, metrics.p99_abs, metrics.max_abs), (2.0, 2.0, 2.0));
             assert_eq!(metrics.identical_pixels, 0.0);
         }
@@ -269,7 +272,7 @@ mod tests {
         assert_eq!((metrics.identical_pixels, metrics.max_abs), (0.75, 2.0));
         assert_near(metrics.mean_abs, 2.0 / 12.0, 1e-12, "mean of twelve values");
         // 10 log10(255^2 / (4 / 12))
-        assert_near(metrics.psnr, 52.9020, 1e-4, "psnr");
+        assert_near(metrics.psnr_db, 52.9020, 1e-4, "psnr");
     }
 
     #[test]
