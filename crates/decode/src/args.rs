@@ -4,69 +4,96 @@ use burn_vae::{DType, DeviceName, Family, Quality};
 use clap::{Parser, ValueEnum};
 use vae_io::{LatentSpace, LatentsOptions};
 
+const EXAMPLES: &str = "\
+Examples:
+  Latents of a pipeline, with its VAE, to latents.png:
+    decode latents.safetensors --vae FLUX.1-dev/vae
+  FLUX.1 tokens, which do not say how large their image is:
+    decode tokens.pt --vae ae.safetensors --family flux1 --height 1024 --width 768
+  One of several arrays, to a JPEG:
+    decode run.npz --tensor step_28 --vae sdxl-vae -o step28.jpg
+  ComfyUI's files, to pictures in a folder:
+    decode ComfyUI/output/latents/*.latent --vae flux2-vae.safetensors -o pictures/
+  From another program, as raw f32 values in -1..1:
+    generate | decode - --vae stable-diffusion-3.5/vae -o image.npy";
+
+/// Headings of the help.
+mod heading {
+    pub const LATENTS: &str = "Latents";
+    pub const MODEL: &str = "Model";
+    pub const OUTPUT: &str = "Output";
+    pub const COMPUTATION: &str = "Computation";
+    pub const MESSAGES: &str = "Messages";
+}
+
 /// Decode saved diffusion latents to images.
 #[derive(Debug, Parser)]
-#[command(name = "decode", version, about)]
+#[command(name = "decode", version, about, after_help = EXAMPLES)]
 pub struct Args {
-    /// Files of latents: .safetensors, .npy or ComfyUI's .latent
+    /// Files of latents: .safetensors, ComfyUI's .latent, .npy, .npz or PyTorch's .pt, told apart by their content;
+    /// - is standard input
     #[arg(required = true, value_name = "LATENTS")]
     pub latents: Vec<PathBuf>,
 
-    /// Weights: a folder in diffusers' layout, or a .safetensors file (VAE or full checkpoint)
-    #[arg(long, value_name = "PATH")]
-    pub vae: PathBuf,
-
-    /// A diffusers config.json, in place of the one beside the weights
-    #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-
-    /// Output file (.png, .jpg, .webp; .safetensors or .npy for the raw f32 image), or a folder;
-    /// by default STEM.png in the current folder
-    #[arg(short, long, value_name = "OUT")]
-    pub output: Option<PathBuf>,
-
-    /// lossless: stock operations; high: re-associated and fused (not available in this version)
-    #[arg(long, value_name = "lossless|high", default_value_t)]
-    pub quality: Quality,
-
-    /// auto, cpu, cuda, cuda:N, wgpu or wgpu:N; auto takes a GPU if one is built in and present
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Auto)]
-    pub device: DeviceName,
-
-    /// Type of weights and activations; auto is bf16 on CUDA, else f32
-    #[arg(long, value_enum, default_value_t)]
-    pub dtype: DTypeArg,
-
-    /// Model family, for weights without a config: sd, sdxl, sd3, flux1 or flux2
-    #[arg(long, value_name = "FAMILY")]
-    pub family: Option<Family>,
+    /// The tensor to read from files with several; by default the only one, `latents` or `latent_tensor`
+    #[arg(long, value_name = "NAME", help_heading = heading::LATENTS)]
+    pub tensor: Option<String>,
 
     /// The space the latents are in, where the default (diffusion) or the file's own word is wrong
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = heading::LATENTS)]
     pub latent_space: LatentSpaceArg,
 
     /// Height of the image in pixels, for latents that are tokens
-    #[arg(long, value_name = "H")]
+    #[arg(long, value_name = "H", help_heading = heading::LATENTS)]
     pub height: Option<usize>,
 
     /// Width of the image in pixels, for latents that are tokens
-    #[arg(long, value_name = "W")]
+    #[arg(long, value_name = "W", help_heading = heading::LATENTS)]
     pub width: Option<usize>,
 
+    /// Weights: a folder in diffusers' layout, or a .safetensors file (VAE or full checkpoint)
+    #[arg(long, value_name = "PATH", help_heading = heading::MODEL)]
+    pub vae: PathBuf,
+
+    /// A diffusers config.json, in place of the one beside the weights
+    #[arg(long, value_name = "FILE", help_heading = heading::MODEL)]
+    pub config: Option<PathBuf>,
+
+    /// Model family, for weights without a config: sd, sdxl, sd3, flux1 or flux2
+    #[arg(long, value_name = "FAMILY", help_heading = heading::MODEL)]
+    pub family: Option<Family>,
+
+    /// Output file (.png, .jpg, .webp; .safetensors or .npy for the raw f32 image), or a folder;
+    /// by default STEM.png in the current folder, latents.png for standard input
+    #[arg(short, long, value_name = "OUT", help_heading = heading::OUTPUT)]
+    pub output: Option<PathBuf>,
+
+    /// Overwrite outputs that exist
+    #[arg(long, help_heading = heading::OUTPUT)]
+    pub force: bool,
+
+    /// lossless: stock operations; high: re-associated and fused (not available in this version)
+    #[arg(long, value_name = "lossless|high", default_value_t, help_heading = heading::COMPUTATION)]
+    pub quality: Quality,
+
+    /// auto, cpu, cuda, cuda:N, wgpu or wgpu:N; auto takes a GPU if one is built in and present
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Auto, help_heading = heading::COMPUTATION)]
+    pub device: DeviceName,
+
+    /// Type of weights and activations; auto is bf16 on CUDA, else f32
+    #[arg(long, value_enum, default_value_t, help_heading = heading::COMPUTATION)]
+    pub dtype: DTypeArg,
+
     /// Print what will run at every site of the model, then decode
-    #[arg(long)]
+    #[arg(long, help_heading = heading::MESSAGES)]
     pub explain: bool,
 
     /// Print one line of JSON an image on standard output
-    #[arg(long)]
+    #[arg(long, help_heading = heading::MESSAGES)]
     pub json: bool,
 
-    /// Overwrite outputs that exist
-    #[arg(long)]
-    pub force: bool,
-
     /// Print errors only
-    #[arg(short, long)]
+    #[arg(short, long, help_heading = heading::MESSAGES)]
     pub quiet: bool,
 }
 

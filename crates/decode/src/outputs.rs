@@ -74,7 +74,7 @@ impl Destination {
         }
     }
 
-    /// The files that an input with a batch of `batch` images becomes.
+    /// The files that an input with a batch of `batch` images becomes, in a folder named after the input.
     pub fn target(&self, input: &Path, batch: usize) -> Target {
         let (folder, stem, extension) = match self {
             Self::File(path, format) if format.holds_batch() => return Target::Raw(path.clone()),

@@ -1,15 +1,15 @@
 use std::{
-    io::Write,
+    io::{IsTerminal, Write},
     path::{Path, PathBuf},
     time::Instant,
 };
 
-use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
+use burn::tensor::{DType as BurnDType, Device, Tensor};
 use burn_vae::{
-    DType, DeviceName, Latents, LoadOptions, Loaded, Observer, Quality, VaeConfig, VaeDecoder, peak_memory,
+    DType, DeviceName, LoadOptions, Loaded, Observer, Quality, VaeConfig, VaeDecoder, latents_from_file, peak_memory,
 };
 use serde::Serialize;
-use vae_io::{Error, Image, LatentFile, LatentLayout, LatentsReading, Result};
+use vae_io::{Error, Image, LatentFile, LatentsReading, Result};
 
 use crate::{
     args::Args,
@@ -43,8 +43,9 @@ impl From<Error> for Failure {
     }
 }
 
-/// One input: what its file holds, what that means, where it goes.
+/// One input: what it was called, what it holds, what that means, where it goes.
 struct Job {
+    input: PathBuf,
     file: LatentFile,
     reading: LatentsReading,
     target: Target,
@@ -108,9 +109,18 @@ fn prepare(args: &Args, progress: &Progress) -> Result<(Session, Vec<Job>), Fail
         return Err(Failure::Usage(message));
     }
 
+    let is_standard_input = |path: &Path| path == Path::new(STANDARD_INPUT);
+    if args.latents.iter().filter(|path| is_standard_input(path)).count() > 1 {
+        return Err(Failure::Usage("standard input (-) can be read only once".to_string()));
+    }
+
     progress.begin("load");
     let started = Instant::now();
-    let read = |path: &PathBuf| LatentFile::read(path).map_err(Failure::in_file(path));
+    let tensor = args.tensor.as_deref();
+    let read = |path: &PathBuf| match is_standard_input(path) {
+        true => read_standard_input(tensor),
+        false => LatentFile::read_tensor(path, tensor).map_err(Failure::in_file(path)),
+    };
     let latents = args.latents.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let (device, device_name) = args.device.open()?;
     let asked = args.dtype.on(device_name);
@@ -137,15 +147,25 @@ fn prepare(args: &Args, progress: &Progress) -> Result<(Session, Vec<Job>), Fail
     }
 
     let mut jobs = Vec::with_capacity(latents.len());
-    for file in latents {
+    for (input, file) in args.latents.iter().zip(latents) {
         let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &args.latents_options())
             .map_err(Failure::in_file(&file.path))?;
         progress.say(&format!("{}: {reading}", file.path.display()));
-        let target = destination.target(&file.path, reading.batch);
+        let named_after = match is_standard_input(input) {
+            true => Path::new("latents"),
+            false => input,
+        };
+        let target = destination.target(named_after, reading.batch);
         target.check_size(reading.width, reading.height)?;
-        jobs.push(Job { file, reading, target });
+        let input = input.clone();
+        jobs.push(Job {
+            input,
+            file,
+            reading,
+            target,
+        });
     }
-    files.extend(args.latents.iter().cloned());
+    files.extend(args.latents.iter().filter(|path| !is_standard_input(path)).cloned());
     let targets: Vec<_> = jobs.iter().map(|job| (job.file.path.as_path(), &job.target)).collect();
     outputs::check(&destination, &targets, &files, args.force)?;
     if args.explain {
@@ -161,6 +181,23 @@ fn prepare(args: &Args, progress: &Progress) -> Result<(Session, Vec<Job>), Fail
         load_s: started.elapsed().as_secs_f64(),
     };
     Ok((session, jobs))
+}
+
+/// The input that is no file.
+const STANDARD_INPUT: &str = "-";
+
+/// What messages call it.
+const STANDARD_INPUT_NAME: &str = "standard input";
+
+/// Reads latents from standard input; a terminal would only wait for someone to type them.
+fn read_standard_input(tensor: Option<&str>) -> Result<LatentFile, Failure> {
+    let name = Path::new(STANDARD_INPUT_NAME);
+    let stdin = std::io::stdin();
+    if stdin.is_terminal() {
+        let reason = "it is a terminal; pipe a file into it, or name the file in place of -";
+        return Err(Error::invalid_file(name, "file of latents", reason).into());
+    }
+    LatentFile::read_stream(stdin.lock(), name, tensor).map_err(Failure::in_file(name))
 }
 
 impl Session {
@@ -193,7 +230,7 @@ impl Session {
             progress.say(&format!("{output}: {width}x{height}, decoded in {decode_s:.2} s"));
             if args.json {
                 let record = Record {
-                    input: name.clone(),
+                    input: job.input.display().to_string(),
                     output,
                     family: &self.family,
                     space: job.reading.space.to_string(),
@@ -250,7 +287,7 @@ impl Session {
     }
 
     fn decode_image(&self, job: &Job, index: usize, observer: &mut Observer<'_>) -> Result<Tensor<4>> {
-        let latents = latents(job, index, &self.device);
+        let latents = latents_from_file(&job.file, &job.reading, index, &self.device);
         self.decoder.decode_observed(latents, self.quality, observer)
     }
 
@@ -292,22 +329,6 @@ fn print_json(record: &Record) -> std::io::Result<()> {
     let mut line = serde_json::to_vec(record)?;
     line.push(b'\n');
     std::io::stdout().lock().write_all(&line)
-}
-
-/// Image `index` of a file's batch, on the device, in the layout and space that were inferred.
-fn latents(job: &Job, index: usize, device: &Device) -> Latents {
-    let reading = &job.reading;
-    let size = job.file.values.len() / reading.batch;
-    let values = job.file.values[index * size..(index + 1) * size].to_vec();
-    let mut shape = reading.batched_shape();
-    shape[0] = 1;
-    let data = TensorData::new(values, shape);
-    let options = (device, BurnDType::F32);
-    let latents = match reading.layout {
-        LatentLayout::Map => Latents::diffusion(Tensor::<4>::from_data(data, options)),
-        LatentLayout::Tokens => Latents::tokens(Tensor::<3>::from_data(data, options), reading.rows, reading.columns),
-    };
-    latents.in_space(reading.space)
 }
 
 fn family_name(config: &VaeConfig) -> String {

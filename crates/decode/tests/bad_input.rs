@@ -282,6 +282,86 @@ fn unknown_latent_files_are_named() {
     decode_micro_sd(&lab, "folder.safetensors").refused(&["folder.safetensors"]);
 }
 
+#[test]
+fn a_tensor_that_is_not_there_lists_what_is() {
+    let lab = Lab::new();
+    let z = Tensor::wave(&[1, 4, 7, 5]);
+    lab.write(
+        "several.safetensors",
+        safetensors_bytes([("first", &z), ("second", &z)], &[]),
+    );
+    lab.write("one.npy", npy(&z));
+    let decode = |file: &str, tensor: &str| {
+        let vae = fixture("micro-sd");
+        lab.decode(&[file, "--vae", &vae, "--tensor", tensor, "-o", "out.png"])
+    };
+    decode("several.safetensors", "third").refused(&["several.safetensors", "`third`", "first, second"]);
+    decode(&fixture("sd-tiny/latents/chelsea.npz"), "arr_0").refused(&["chelsea.npz", "`arr_0`", "latents"]);
+    for file in ["one.npy", &fixture("sd-tiny/latents/chelsea.pt")] {
+        decode(file, "first").refused(&["`first`", "leave out --tensor"]);
+    }
+    // It is the way out of what is refused without it.
+    decode_micro_sd(&lab, "several.safetensors").refused(&["--tensor", "first, second"]);
+    decode("several.safetensors", "second").wrote(&["out.png"]);
+}
+
+#[test]
+fn archives_and_pickles_of_something_else_are_refused() {
+    for (bytes, reason) in [
+        (&b"PK\x03\x04 and no more"[..], "zip"),
+        (b"PK\x05\x06\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", "none of"),
+        (b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R.", "pickle"),
+    ] {
+        let lab = Lab::new();
+        let file = lab.write("other.pt", bytes);
+        decode_micro_sd(&lab, file).refused(&["other.pt", reason]);
+    }
+}
+
+#[test]
+fn standard_input_that_is_no_latents_is_refused() {
+    let lab = Lab::new();
+    lab.write("empty", "");
+    lab.write("text", "not latents");
+    let whole = safetensors_bytes([("latents", &Tensor::wave(&[1, 4, 7, 5]))], &[]);
+    lab.write("cut", &whole[..whole.len() - 1]);
+    lab.latents("other", &Tensor::wave(&[1, 16, 7, 5]));
+    for (file, reason) in [
+        ("empty", "empty"),
+        ("text", "none of"),
+        ("cut", "bytes"),
+        ("other", "16"),
+    ] {
+        let mut command = lab.command();
+        command.args(["-", "--vae", &fixture("micro-sd"), "--device", "cpu"]);
+        lab.run(command.stdin(fs::File::open(lab.path(file)).unwrap()))
+            .refused(&["standard input", reason]);
+    }
+}
+
+/// Reading an endless stream to its end would take all memory.
+#[cfg(unix)]
+#[test]
+fn an_endless_standard_input_is_not_read_to_its_end() {
+    let lab = Lab::new();
+    let mut command = lab.command();
+    command.args(["-", "--vae", &fixture("micro-sd"), "--device", "cpu"]);
+    lab.run(command.stdin(fs::File::open("/dev/zero").unwrap()))
+        .refused(&["standard input", "none of"]);
+}
+
+/// Reading from a terminal looks like a hang. The master's side of one counts as one, on Linux.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_terminal_as_standard_input_is_not_waited_for() {
+    let lab = Lab::new();
+    let terminal = fs::File::options().read(true).write(true).open("/dev/ptmx").unwrap();
+    let mut command = lab.command();
+    command.args(["-", "--vae", &fixture("micro-sd"), "--device", "cpu"]);
+    lab.run(command.stdin(terminal))
+        .refused(&["standard input", "terminal"]);
+}
+
 /// Opening a pipe waits for a writer, which never comes.
 #[cfg(unix)]
 #[test]
@@ -810,6 +890,7 @@ fn usage_errors_exit_with_two() {
             .usage_error();
     }
     lab.decode(&[file]).usage_error();
+    lab.decode(&["-", "-", "--vae", &vae]).usage_error();
     lab.decode(&["--vae", &vae]).usage_error();
     lab.decode_on_any_device(&[]).usage_error();
 }

@@ -191,18 +191,88 @@ fn vae_space_latents_of_flux2_skip_the_batch_norm() {
     assert_close(&image, expected, F32_TOLERANCE, "32 channels, space inferred");
 }
 
+/// tests/tests/cpu.rs decodes the files of the other models.
 #[test]
-fn numpy_latents_are_the_same_latents() {
-    for name in ["flux1-tiny", "sd-tiny"] {
-        let image = raw(
-            &Lab::new(),
-            &fixture(&format!("{name}/latents/chelsea.npy")),
-            &fixture(name),
-            &[],
-        );
-        let expected = &read_safetensors(fixture(&format!("{name}/chelsea.expected.safetensors")))["image"];
-        assert_close(&image, expected, F32_TOLERANCE, name);
+fn what_numpy_and_pytorch_saved_are_the_same_latents() {
+    let expected = &read_safetensors(fixture("sd-tiny/chelsea.expected.safetensors"))["image"];
+    for extension in ["npy", "npz", "pt"] {
+        let file = fixture(&format!("sd-tiny/latents/chelsea.{extension}"));
+        let image = raw(&Lab::new(), &file, &fixture("sd-tiny"), &[]);
+        assert_close(&image, expected, F32_TOLERANCE, extension);
     }
+}
+
+#[test]
+fn standard_input_decodes_to_latents_png_or_to_the_output() {
+    let vae = fixture("micro-no-attention");
+    let z = Tensor::wave(&[1, 4, 5, 9]);
+    let lab = Lab::new();
+    lab.latents("z.safetensors", &z);
+    lab.write("z.npy", npy(&z));
+    lab.decode(&["z.safetensors", "--vae", &vae, "-o", "expected.png"]);
+    let expected = fs::read(lab.path("expected.png")).unwrap();
+    for file in ["z.safetensors", "z.npy"] {
+        for (options, output) in [(&[][..], "latents.png"), (&["-o", "out.png"], "out.png")] {
+            let mut command = lab.command();
+            command
+                .args(["-", "--vae", &vae, "--device", "cpu", "--json"])
+                .args(options);
+            let run = lab.run(command.stdin(fs::File::open(lab.path(file)).unwrap()));
+            run.wrote(&[output]);
+            assert_eq!(run.json_field("input"), json!("-"), "{run}");
+            assert!(run.stderr.contains("standard input: diffusion space"), "{run}");
+            assert!(fs::read(lab.path(output)).unwrap() == expected, "{file} {options:?}");
+            fs::remove_file(lab.path(output)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn standard_input_is_one_input_of_several() {
+    let lab = Lab::new();
+    let (latents, _) = micro("micro-sd");
+    let pair = lab.latents("pair.safetensors", &latents);
+    let mut command = lab.command();
+    command.args([pair, "-", "--vae", &fixture("micro-sd"), "--device", "cpu"]);
+    lab.run(command.stdin(fs::File::open(lab.path(pair)).unwrap())).wrote(&[
+        "pair_0.png",
+        "pair_1.png",
+        "latents_0.png",
+        "latents_1.png",
+    ]);
+    for i in 0..2 {
+        let read = |name: &str| fs::read(lab.path(format!("{name}_{i}.png"))).unwrap();
+        assert!(read("pair") == read("latents"), "image {i}");
+    }
+}
+
+#[test]
+fn a_file_called_minus_is_not_standard_input() {
+    let lab = Lab::new();
+    lab.latents("-", &Tensor::wave(&[1, 4, 5, 9]));
+    lab.decode(&["./-", "--vae", &fixture("micro-no-attention")])
+        .wrote(&["-.png"]);
+}
+
+#[test]
+fn the_tensor_asked_for_is_the_one_decoded() {
+    let lab = Lab::new();
+    let vae = fixture("micro-no-attention");
+    let (one, other) = (Tensor::wave(&[1, 4, 5, 9]), Tensor::wave(&[1, 4, 5, 9]).map(|_, x| -x));
+    let several = safetensors_bytes([("latents", &one), ("step_1", &other)], &[]);
+    let several = lab.write("several.safetensors", several);
+    lab.latents("one.safetensors", &one);
+    lab.latents("other.safetensors", &other);
+    let (one, other) = (
+        raw(&lab, "one.safetensors", &vae, &[]),
+        raw(&lab, "other.safetensors", &vae, &[]),
+    );
+    assert_same_bits(&raw(&lab, several, &vae, &[]), &one, "by default");
+    let latents = raw(&lab, several, &vae, &["--tensor", "latents"]);
+    assert_same_bits(&latents, &one, "--tensor latents");
+    let step_1 = raw(&lab, several, &vae, &["--tensor", "step_1"]);
+    assert_same_bits(&step_1, &other, "--tensor step_1");
+    assert!(one != other, "test bug: they must differ");
 }
 
 #[test]
@@ -960,8 +1030,55 @@ fn half_precision_on_the_cpu_is_neither_f32_unsaid_nor_far_from_it() {
 fn help_lists_every_flag() {
     let run = Lab::new().decode_on_any_device(&["--help"]);
     run.wrote(&[]);
-    let flags = "--vae --config --quality --device --dtype --family --latent-space --height --width -o -q";
+    let flags = "--vae --config --quality --device --dtype --family --tensor --latent-space --height --width -o -q";
     for flag in flags.split(' ').chain(["--explain", "--json", "--force"]) {
         assert!(run.stdout.contains(flag), "--help does not mention {flag}\n{run}");
+    }
+}
+
+#[test]
+fn help_is_grouped_and_ends_with_examples() {
+    let run = Lab::new().decode_on_any_device(&["--help"]);
+    run.wrote(&[]);
+    let at = |text: &str| {
+        let found = run.stdout.find(text);
+        found.unwrap_or_else(|| panic!("--help does not mention {text:?}\n{run}"))
+    };
+    let headings = [
+        "Latents:",
+        "Model:",
+        "Output:",
+        "Computation:",
+        "Messages:",
+        "Examples:",
+    ]
+    .map(|text| at(&format!("\n{text}\n")));
+    assert!(headings.is_sorted(), "{run}");
+    for (flag, heading) in [
+        ("--tensor", 0),
+        ("--family", 1),
+        ("--force", 2),
+        ("--dtype", 3),
+        ("--json", 4),
+    ] {
+        let place = at(&format!("\n      {flag}"));
+        assert!(
+            place > headings[heading] && place < headings[heading + 1],
+            "{flag} is elsewhere\n{run}"
+        );
+    }
+    // Examples that the program itself would refuse are none.
+    let examples = run.stdout[headings[5]..]
+        .lines()
+        .filter_map(|line| line.trim().split("decode ").nth(1));
+    let examples: Vec<&str> = examples.collect();
+    assert!(examples.len() >= 4, "{run}");
+    for example in examples {
+        for flag in example.split(' ').filter(|word| word.starts_with("--")) {
+            assert!(
+                run.stdout[..headings[5]].contains(&format!("{flag} <")),
+                "{flag} of {example:?}\n{run}"
+            );
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::DType;
 use crate::archive::{Archive, MAX_EXPANSION};
 use crate::strided::row_major;
 
-/// Bytes of a pickle. It takes about 150 for a tensor, and reading it up to 200 times its size.
+/// Bytes of a pickle. It takes about 150 for a tensor, and reading it up to 112 times its size.
 const MAX_PICKLE: usize = 256 << 10;
 
 /// A `.pt` file in memory whose pickle is read and whose tensors are not.

@@ -36,6 +36,11 @@ unsafe impl GlobalAlloc for Counting {
         count(-(layout.size() as isize));
         unsafe { System.dealloc(ptr, layout) }
     }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size as isize - layout.size() as isize);
+        unsafe { System.realloc(ptr, layout, size) }
+    }
 }
 
 #[global_allocator]
@@ -175,7 +180,7 @@ fn read(extension: &str, bytes: &[u8]) -> vae_io::Result<LatentFile> {
     let used = (PEAK.get() - before) as usize;
     // What a deflated or repeated value may expand to (16 times its bytes) as f32 and once more in another order; the trees
     // of JSON and pickles. And members that are unpacked however small they are, and the tables of inflate.
-    let allowed = 200 * bytes.len() + (384 << 10);
+    let allowed = 128 * bytes.len() + (384 << 10);
     assert!(used <= allowed, "{used} bytes in use for a file of {}", bytes.len());
     read
 }
