@@ -5,8 +5,11 @@ use burn::{
     store::ModuleRecord,
     tensor::{Device, Tensor, TensorData},
 };
-use burn_vae::{AutoencoderKl, AutoencoderKlFlux2, DType, Latents, Quality, VaeConfig, VaeDecoder, VaeModule};
+use burn_vae::{
+    AutoencoderKl, AutoencoderKlFlux2, DType, Latents, Quality, VaeConfig, VaeDecoder, VaeModule, latents_from_file,
+};
 use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture, read_tensor};
+use vae_io::{LatentFile, LatentsOptions, LatentsReading};
 
 #[test]
 fn every_random_model_and_key_style_matches_diffusers() {
@@ -33,6 +36,39 @@ fn trained_models_match_diffusers() {
         let (_, expected) = read_tensor(&fixture(&format!("{model}/chelsea.expected.safetensors")), "image");
         let (max, _) = difference(&image, &expected);
         assert!(max <= 5e-5, "{model}: max abs difference {max}");
+    }
+}
+
+#[test]
+fn every_layout_and_format_of_a_picture_is_the_same_picture() {
+    let device = Device::flex();
+    for model in TRAINED_MODELS {
+        let vae = load(model, &device, DType::F32);
+        let config = VaeConfig::read(fixture(model).join("config.json")).unwrap();
+        let (shape, expected) = read_tensor(&fixture(&format!("{model}/chelsea.expected.safetensors")), "image");
+        let mut decoded = 0;
+        for entry in std::fs::read_dir(fixture(model).join("latents")).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            if !name.starts_with("chelsea.") {
+                continue;
+            }
+            let file = LatentFile::read(&path).unwrap();
+            let options = LatentsOptions::default();
+            let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &options).unwrap();
+            assert_eq!([1, 3, reading.height, reading.width], shape[..], "{model}/{name}");
+            let latents = latents_from_file(&file, &reading, 0, &device);
+            let (max, _) = difference(&decode(&vae, latents), &expected);
+            assert!(max <= 5e-5, "{model}/{name}: max abs difference {max}");
+            decoded += 1;
+        }
+        // .safetensors and ComfyUI's, and FLUX.2's VAE space; .npy, .npz and .pt, and ComfyUI's without its marker.
+        let expected = match model {
+            "flux2-tiny" => 3,
+            "flux1-tiny" => 5,
+            _ => 6,
+        };
+        assert_eq!(decoded, expected, "{model}");
     }
 }
 
