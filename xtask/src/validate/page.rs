@@ -275,18 +275,15 @@ impl Page<'_> {
     }
 }
 
-/// A way, and what the reader of its figures must know.
+/// A way in full.
 fn describe(way: &Way) -> String {
-    match way {
-        Way::Decode { is_truth: true, .. } => format!("{way}: the truth"),
+    let text = match way {
         Way::Decode { .. } => way.to_string(),
-        Way::Reference { files, is_eight_bit } => {
-            let note = match is_eight_bit {
-                true => " (8 bits a channel: rounding alone keeps PSNR with a range of 2 at about 59 dB)",
-                false => "",
-            };
-            format!("reference: {}{note}", files.join(", "))
-        }
+        Way::Reference { files, .. } => format!("reference {}", files.join(", ")),
+    };
+    match way.note() {
+        Some(note) => format!("{text} ({note})"),
+        None => text,
     }
 }
 

@@ -116,6 +116,17 @@ impl Way {
     pub fn is_truth(&self) -> bool {
         matches!(self, Self::Decode { is_truth: true, .. })
     }
+
+    /// What the reader of its figures must know.
+    pub fn note(&self) -> Option<&'static str> {
+        match self {
+            Self::Decode { is_truth: true, .. } => Some("the truth"),
+            Self::Reference { is_eight_bit: true, .. } => {
+                Some("8 bits a channel: rounding and clamping keep PSNR with a range of 2 below 59 dB, go by PSNR u8")
+            }
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for Way {

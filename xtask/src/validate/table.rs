@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::results::{Abs, Comparison, Figures, Percent, Psnr, Report, Ssim};
+use super::results::{Abs, Comparison, Figures, Percent, Psnr, Report, Side, Ssim};
 
 /// What each number of a row is; the header of tables here and in the page.
 pub const COLUMNS: [&str; 7] = [
@@ -35,7 +35,12 @@ pub struct Table<'a>(pub &'a Report);
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Report { a, b, comparisons, .. } = self.0;
-        writeln!(f, "A: {a}\nB: {b}")?;
+        for (side, way) in [(Side::A, a), (Side::B, b)] {
+            match way.note() {
+                Some(note) => writeln!(f, "{side}: {way} ({note})")?,
+                None => writeln!(f, "{side}: {way}")?,
+            }
+        }
         comparisons.iter().try_for_each(|comparison| {
             writeln!(f, "\n{}", comparison.title())?;
             write_rows(f, comparison)
