@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
-use burn_vae::{DType, Latents, LoadOptions, Quality, VaeDecoder};
-use vae_io::{LatentFile, LatentLayout, LatentsOptions, LatentsReading, VaeConfig};
+use burn_vae::{DType, Latents, LoadOptions, Quality, VaeDecoder, latents_from_file};
+use vae_io::{LatentFile, LatentsOptions, LatentsReading, VaeConfig};
 
 /// The models with random weights, each with the checkpoint files of the same weights.
 pub const MICRO_MODELS: [(&str, &[&str]); 4] = [
@@ -85,9 +85,7 @@ pub fn picture(model: &str, picture: &str, device: &Device) -> Latents {
     let file = LatentFile::read(fixture(&format!("{model}/latents/{picture}.safetensors"))).unwrap();
     let config = VaeConfig::read(fixture(model).join("config.json")).unwrap();
     let reading = LatentsReading::infer(&file.shape, &file.hint, &config, &LatentsOptions::default()).unwrap();
-    assert_eq!(reading.layout, LatentLayout::Map);
-    let latents = Tensor::<4>::from_data(TensorData::new(file.values, file.shape), (device, BurnDType::F32));
-    Latents::diffusion(latents).in_space(reading.space)
+    latents_from_file(&file, &reading, 0, device)
 }
 
 /// Largest and mean absolute difference.

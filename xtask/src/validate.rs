@@ -80,7 +80,7 @@ pub struct Args {
     #[arg(long)]
     no_truth: bool,
 
-    /// Fail if A and B are less than this PSNR apart in any picture, in dB with a range of 2
+    /// Fail if the PSNR of A against B is below this in any picture, in dB with a range of 2
     #[arg(long, value_name = "DB", value_parser = parse_finite, allow_negative_numbers = true)]
     bar: Option<f64>,
 
