@@ -5,7 +5,7 @@ use std::io::{Cursor, Read};
 use zip::{CompressionMethod, ZipArchive};
 
 /// Values that a file holds more than once, by compression or by views that repeat them, may take this many times the
-/// bytes they have in the file. Latents deflate to no less than a third even where f16 values were widened to f64; what
+/// bytes they have in the file. Latents deflate to no less than a quarter even where bf16 values were widened to f64; what
 /// goes beyond is made to exhaust memory, or blank.
 pub(crate) const MAX_EXPANSION: usize = 16;
 
