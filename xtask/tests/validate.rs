@@ -452,6 +452,30 @@ fn what_cannot_be_compared_is_one_sentence_and_leaves_no_file() {
 }
 
 #[test]
+fn an_image_that_is_not_finite_is_an_error_that_names_picture_and_side() {
+    let lab = Lab::new();
+    let huge = Tensor {
+        shape: [1, 4, 7, 5],
+        values: vec![f32::MAX; 4 * 7 * 5],
+    };
+    lab.npy("huge.npy", &huge);
+    let vae = fixture("micro-sd");
+    let arguments = [
+        "huge.npy", "--vae", &vae, "--a", CPU, "--json", "out.json", "--html", "out.html",
+    ];
+    let error = lab.validate(&arguments).failed();
+    assert!(
+        error.starts_with("huge: the image of lossless f32 on cpu contains "),
+        "{error}"
+    );
+    assert!(
+        error.ends_with("; check the weights and the scale of the latents"),
+        "{error}"
+    );
+    assert_eq!(lab.files(), ["huge.npy"]);
+}
+
+#[test]
 fn a_report_never_replaces_what_the_run_reads() {
     let lab = Lab::new();
     fs::copy(fixture("micro-sd/config.json"), lab.path("config.json")).unwrap();
