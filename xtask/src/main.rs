@@ -22,17 +22,24 @@ struct Args {
 enum Command {
     Validate(validate::Args),
     Bench(bench::Args),
+    /// One row of a benchmark, for `bench` itself
+    #[command(hide = true)]
+    BenchRow(bench::RowArgs),
     Bundle(bundle::Args),
     Dist(dist::Args),
 }
 
 /// Any error with its message; the program only prints it.
-type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+type Result<T = (), E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
 fn main() -> ExitCode {
-    let result = match Args::parse().command {
+    let args = Args::parse();
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    decode::persist_kernels();
+    let result = match args.command {
         Command::Validate(args) => validate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::BenchRow(args) => bench::run_row(&args),
         Command::Bundle(args) => bundle::run(&args),
         Command::Dist(args) => dist::run(&args),
     };

@@ -185,7 +185,10 @@ fn read_config(checkpoint: &Checkpoint, path: Option<&Path>, family: Option<Fami
 }
 
 /// Burn's name of a type, if the device computes in it.
-fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
+///
+/// # Errors
+/// [`Error::UnsupportedDType`] where it does not.
+pub fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
     let float = match dtype {
         DType::F16 => Some(FloatDType::F16),
         DType::BF16 => Some(FloatDType::BF16),

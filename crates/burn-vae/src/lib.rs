@@ -44,7 +44,7 @@ mod latents;
 mod weights;
 
 pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig};
-pub use decoder::{LoadOptions, Loaded, VaeDecoder, VaeModule};
+pub use decoder::{LoadOptions, Loaded, VaeDecoder, VaeModule, float_dtype};
 pub use device::{DeviceName, peak_memory};
 pub use flux2::{AutoencoderKlFlux2, Flux2Config};
 pub use latents::latents_from_file;

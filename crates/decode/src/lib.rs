@@ -1,6 +1,7 @@
 //! The program `decode`: saved diffusion latents to images. Parses, calls `burn_vae`, prints.
 //!
-//! A library only so that `xtask` can write completions and a manual page from the program's own arguments.
+//! A library only so that `xtask` can write completions and a manual page from the program's own arguments, and keep
+//! compiled kernels as it does.
 
 mod args;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -14,6 +15,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, error::ErrorKind};
 
 use args::Args;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub use gpu_cache::persist as persist_kernels;
 use run::Failure;
 
 /// Runs the program on the process's arguments. Exit codes: 0 done, 1 failed, 2 wrong usage.
