@@ -232,7 +232,14 @@ fn measure_row(row: &RowArgs) -> Result<Measurement> {
     if !output.status.success() {
         return Err(format!("its process ended with {}", output.status).into());
     }
-    Ok(serde_json::from_slice(&output.stdout)?)
+    // After whatever a library may have printed.
+    let line = output
+        .stdout
+        .trim_ascii_end()
+        .rsplit(|&byte| byte == b'\n')
+        .next()
+        .unwrap_or_default();
+    Ok(serde_json::from_slice(line)?)
 }
 
 /// How the rows were measured, for whoever reads them later.

@@ -174,7 +174,7 @@ fn a_decode_on_a_gpu_whose_last_synchronise_is_removed_is_refused() {
                     "--vae",
                     vae.to_str().unwrap(),
                     "--sizes",
-                    "64",
+                    size,
                     "--device",
                     device,
                     "--dtype",

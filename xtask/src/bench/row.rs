@@ -4,7 +4,7 @@
 use std::{
     fmt,
     num::NonZeroUsize,
-    path::PathBuf,
+    path::{Path, PathBuf},
     str::FromStr,
     time::{Duration, Instant},
 };
@@ -237,13 +237,12 @@ fn measure(args: &Args) -> Result<Measurement> {
         eprintln!("note: NVIDIA's management library (libnvidia-ml) does not answer; clocks and driver stay unknown");
     }
     let (config, decoder) = model(args, &device, name)?;
-    let family = match (Model::of(&config), &args.vae) {
-        (Some(model), _) => model.to_string(),
-        (None, vae) => vae
-            .iter()
-            .filter_map(|path| path.file_name())
-            .map(|name| name.display().to_string())
-            .collect(),
+    let family = match Model::of(&config) {
+        Some(model) => model.to_string(),
+        None => {
+            let name = args.vae.as_deref().and_then(Path::file_name);
+            name.map_or("unnamed".into(), |name| name.display().to_string())
+        }
     };
     let (latents, size) = latents(args, &config, &device)?;
     let mut decode = DeviceDecode {
@@ -349,7 +348,16 @@ fn latent_shape(config: &VaeConfig, size: Size, batch: usize) -> Result<[usize; 
         return Err(format!("this model makes images of multiples of {pixels} pixels, not {size}").into());
     }
     let channels = patch * patch * decoder.latent_channels;
-    Ok([batch, channels, size.height / pixels, size.width / pixels])
+    let shape = [batch, channels, size.height / pixels, size.width / pixels];
+    let elements = shape
+        .iter()
+        .try_fold(1usize, |elements, &size| elements.checked_mul(size));
+    if elements.is_none_or(|elements| elements > i32::MAX as usize) {
+        return Err(
+            format!("latents of {batch} images of {size} have over 2^31 values; pass a smaller --batch").into(),
+        );
+    }
+    Ok(shape)
 }
 
 /// Decodes latents that stay on the device.
@@ -488,15 +496,18 @@ mod tests {
 
     #[test]
     fn latents_of_each_family_have_its_channels_and_scale() {
-        let shape = |config: VaeConfig, size: &str| {
-            latent_shape(&config, size.parse().unwrap(), 3).map_err(|error| error.to_string())
+        let shape_of = |config: VaeConfig, size: &str, batch| {
+            latent_shape(&config, size.parse().unwrap(), batch).map_err(|error| error.to_string())
         };
+        let shape = |config, size| shape_of(config, size, 3);
         let sd = || VaeConfig::AutoencoderKl(AutoencoderKlConfig::sd());
         let flux2 = || VaeConfig::Flux2(Flux2Config::flux2());
         assert_eq!(shape(sd(), "64x24"), Ok([3, 4, 3, 8]));
         assert_eq!(shape(flux2(), "64x48"), Ok([3, 128, 3, 4]));
         let error = "this model makes images of multiples of 16 pixels, not 64x24";
         assert_eq!(shape(flux2(), "64x24"), Err(error.into()));
+        let error = shape_of(sd(), "64", usize::MAX).unwrap_err();
+        assert!(error.contains("pass a smaller --batch"), "{error}");
     }
 
     fn small_decode() -> DeviceDecode {
