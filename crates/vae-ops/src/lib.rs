@@ -4,11 +4,20 @@
 //! `Quality::Lossless` runs and what faster forms are measured against.
 
 mod attention;
+mod conv;
+#[cfg(feature = "flex")]
+mod cpu;
+pub mod fused;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod group_norm;
 mod patchify;
+pub mod support;
 mod upsample;
 
 pub use attention::attention;
+pub use conv::conv2d;
+pub use fused::{AttentionWeight, ConvKind, ConvWeight, Measured, NormWeight};
 pub use group_norm::{group_norm, group_norm_silu};
 pub use patchify::unpatchify2x2;
 pub use upsample::upsample_nearest2x;

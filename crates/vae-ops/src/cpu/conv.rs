@@ -120,11 +120,6 @@ impl ConvWeights {
         self.channels_out
     }
 
-    /// Channels of the input.
-    pub fn channels_in(&self) -> usize {
-        self.channels_in
-    }
-
     /// The weights of a method's products, in place of the taps: for each [`CHANNELS_OUT`], for each product,
     /// [`RightLayout`].
     fn transform<M: Method>(&self) -> Vec<Line> {

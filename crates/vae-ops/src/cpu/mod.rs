@@ -20,7 +20,9 @@ mod gemm;
 mod group_norm;
 mod method;
 mod simd;
+mod tensor;
 
 pub use conv::{ConvKind, ConvWeights, conv};
 pub use element::Element;
 pub use group_norm::group_norm;
+pub(crate) use tensor::{convolve, normalize};

@@ -1,0 +1,412 @@
+//! GroupNorm over channels-last activations: partial moments, coefficients, apply.
+//!
+//! Moments are separable: whatever produces an activation may deliver them in the form of [`Moments`] instead of
+//! [`channel_moments`], and two passes over memory become one.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::launch::{Rows, buffer, vector_size};
+use crate::fused::NormSpec;
+
+/// Planes of a moments buffer: for each part of the rows and each channel their count, mean, and sum of squared
+/// deviations from that mean.
+pub(super) const MOMENTS: usize = 3;
+/// Planes of a coefficients buffer: for each channel the mean, the scale and the shift of `(x - mean) * scale + shift`.
+const COEFFICIENTS: usize = 3;
+
+/// Units of a cube of these kernels.
+const UNITS: u32 = 256;
+/// Cubes that keep a large device busy; more parts would only cost more merging.
+const TARGET_CUBES: usize = 1024;
+/// Loads of a unit in flight.
+const UNROLL: u32 = 4;
+
+/// Partial moments of `[batch, rows, channels]` on the device: `[batch, parts, 3, channels]` in f32.
+pub(super) struct Moments {
+    pub handle: Handle,
+    pub parts: usize,
+}
+
+/// Each cube takes the rows of one part; each unit takes every `CUBE_DIM_Y`-th of them for one vector of channels.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn channel_moments_kernel<E: Float, V: Size>(
+    x: &[Vector<E, V>],
+    moments: &mut [Vector<f32, V>],
+    rows: u32,
+    row_vectors: u32,
+    rows_per_part: u32,
+    #[comptime] lanes: u32,
+    #[comptime] row_lanes: u32,
+    #[define(E)] _dtype: ElemType,
+) {
+    let column = CUBE_POS_Z * lanes + UNIT_POS_X;
+    let first = CUBE_POS_X * rows_per_part;
+    let end = u32::min(first + rows_per_part, rows);
+    let start = first + UNIT_POS_Y;
+    let in_range = column < row_vectors;
+
+    let mut shift = Vector::<f32, V>::new(0.0);
+    let mut sum = Vector::<f32, V>::new(0.0);
+    let mut squares = Vector::<f32, V>::new(0.0);
+    let mut count = 0u32;
+    if in_range && start < end {
+        let base = CUBE_POS_Y as usize * rows as usize * row_vectors as usize + column as usize;
+        // Deviations from the first value, so that a mean far from zero costs no digits.
+        shift = Vector::cast_from(x[base + start as usize * row_vectors as usize]);
+        count = (end - start).div_ceil(row_lanes);
+        let step = row_lanes as usize * row_vectors as usize;
+        let first = base + start as usize * row_vectors as usize;
+        // Loads of a block of rows are in flight together.
+        let blocks = count / UNROLL;
+        for block in 0..blocks {
+            let at = first + (block * UNROLL) as usize * step;
+            let mut values = Array::<Vector<E, V>>::new(comptime!(UNROLL as usize));
+            #[unroll]
+            for i in 0..comptime!(UNROLL as usize) {
+                values[i] = x[at + i * step];
+            }
+            #[unroll]
+            for i in 0..comptime!(UNROLL as usize) {
+                let value = Vector::<f32, V>::cast_from(values[i]) - shift;
+                sum += value;
+                squares += value * value;
+            }
+        }
+        for i in blocks * UNROLL..count {
+            let value = Vector::<f32, V>::cast_from(x[first + i as usize * step]) - shift;
+            sum += value;
+            squares += value * value;
+        }
+    }
+    let n = Vector::<f32, V>::new(f32::cast_from(u32::max(count, 1)));
+    let mean = shift + sum / n;
+    let m2 = squares - sum * sum / n;
+
+    let mut means = Shared::<[Vector<f32, V>]>::new_slice(comptime!((lanes * row_lanes) as usize));
+    let mut m2s = Shared::<[Vector<f32, V>]>::new_slice(comptime!((lanes * row_lanes) as usize));
+    means[UNIT_POS as usize] = mean;
+    m2s[UNIT_POS as usize] = m2;
+    sync_cube();
+
+    if UNIT_POS_Y == 0 && in_range {
+        let mut total = f32::cast_from(count);
+        let mut mean = mean;
+        let mut m2 = m2;
+        for lane in 1..row_lanes {
+            if first + lane < end {
+                let other_count = f32::cast_from((end - first - lane).div_ceil(row_lanes));
+                let other = (lane * lanes + UNIT_POS_X) as usize;
+                let delta = means[other] - mean;
+                let all = total + other_count;
+                mean += delta * Vector::new(other_count / all);
+                m2 += m2s[other] + delta * delta * Vector::new(total * other_count / all);
+                total = all;
+            }
+        }
+        let part = CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize;
+        let out = part * comptime!(MOMENTS) * row_vectors as usize + column as usize;
+        moments[out] = Vector::new(total);
+        moments[out + row_vectors as usize] = mean;
+        moments[out + 2 * row_vectors as usize] = m2;
+    }
+}
+
+/// Adds up the moments of a group over its channels and parts; one cube a group and batch.
+///
+/// Means are taken as deviations from the first of them, so that the sums need no division and lose no digits to a mean
+/// far from zero: `m2 = sum(m2_i + n_i d_i^2) - (sum n_i d_i)^2 / n`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn group_coefficients_kernel(
+    moments: &[f32],
+    weight: &[f32],
+    bias: &[f32],
+    coefficients: &mut [f32],
+    parts: u32,
+    channels: u32,
+    group_channels: u32,
+    epsilon: f32,
+    // WGSL cannot spell it.
+    nan: f32,
+    #[comptime] units: u32,
+) {
+    let first_channel = CUBE_POS_X * group_channels;
+    let plane = channels as usize;
+    let base = (CUBE_POS_Y * parts) as usize * comptime!(MOMENTS) * plane + first_channel as usize;
+    let shift = moments[base + plane];
+    let mut count = 0.0f32;
+    let mut sum = 0.0f32;
+    let mut squares = 0.0f32;
+    // A unit stays with a channel and takes every so many parts.
+    let lanes = units / group_channels;
+    let channel = UNIT_POS % group_channels;
+    let lane = UNIT_POS / group_channels;
+    if lane < lanes && lane < parts {
+        let step = lanes as usize * comptime!(MOMENTS) * plane;
+        let first = base + lane as usize * comptime!(MOMENTS) * plane + channel as usize;
+        let items = (parts - lane).div_ceil(lanes);
+        let blocks = items / UNROLL;
+        for block in 0..blocks {
+            let at = first + (block * UNROLL) as usize * step;
+            let mut loaded = Array::<f32>::new(comptime!(UNROLL as usize * MOMENTS));
+            #[unroll]
+            for i in 0..comptime!(UNROLL as usize * MOMENTS) {
+                loaded[i] = moments[at + comptime!(i / MOMENTS) * step + comptime!(i % MOMENTS) * plane];
+            }
+            #[unroll]
+            for i in 0..comptime!(UNROLL as usize) {
+                let n = loaded[comptime!(i * MOMENTS)];
+                let deviation = loaded[comptime!(i * MOMENTS + 1)] - shift;
+                count += n;
+                sum += n * deviation;
+                squares += loaded[comptime!(i * MOMENTS + 2)] + n * deviation * deviation;
+            }
+        }
+        for i in blocks * UNROLL..items {
+            let at = first + i as usize * step;
+            let n = moments[at];
+            let deviation = moments[at + plane] - shift;
+            count += n;
+            sum += n * deviation;
+            squares += moments[at + 2 * plane] + n * deviation * deviation;
+        }
+    }
+    let mut counts = Shared::<[f32]>::new_slice(comptime!(units as usize));
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(units as usize));
+    let mut all_squares = Shared::<[f32]>::new_slice(comptime!(units as usize));
+    let unit = UNIT_POS as usize;
+    counts[unit] = count;
+    sums[unit] = sum;
+    all_squares[unit] = squares;
+    sync_cube();
+    let mut stride = comptime!(units / 2).runtime();
+    while stride > 0 {
+        if UNIT_POS < stride {
+            let other = (UNIT_POS + stride) as usize;
+            counts[unit] += counts[other];
+            sums[unit] += sums[other];
+            all_squares[unit] += all_squares[other];
+        }
+        sync_cube();
+        stride /= 2;
+    }
+
+    let deviation = sums[0] / counts[0];
+    let mean = shift + deviation;
+    let variance = f32::max(all_squares[0] / counts[0] - deviation * deviation, 0.0);
+    let mut deviation_inverse = 1.0 / f32::sqrt(variance + epsilon);
+    // An overflow must show in the image, not become zeros.
+    if !(all_squares[0] < 3.0e38) {
+        deviation_inverse = nan;
+    }
+    for item in range_stepped(UNIT_POS, group_channels, units) {
+        let channel = first_channel + item;
+        let out = (CUBE_POS_Y * comptime!(COEFFICIENTS as u32) * channels + channel) as usize;
+        coefficients[out] = mean;
+        coefficients[out + channels as usize] = weight[channel as usize] * deviation_inverse;
+        coefficients[out + 2 * channels as usize] = bias[channel as usize];
+    }
+}
+
+/// `(x - mean) * scale + shift`, then SiLU if asked.
+#[cube]
+fn normalize<E: Float, V: Size>(
+    x: Vector<E, V>,
+    mean: Vector<f32, V>,
+    scale: Vector<f32, V>,
+    shift: Vector<f32, V>,
+    #[comptime] silu: bool,
+) -> Vector<E, V> {
+    let mut value = (Vector::<f32, V>::cast_from(x) - mean) * scale + shift;
+    if silu {
+        value /= Vector::exp(-value) + Vector::new(1.0);
+    }
+    Vector::cast_from(value)
+}
+
+/// Applies the coefficients to every row.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn normalize_kernel<E: Float, V: Size>(
+    x: &[Vector<E, V>],
+    coefficients: &[Vector<f32, V>],
+    y: &mut [Vector<E, V>],
+    rows: u32,
+    row_vectors: u32,
+    rows_per_cube: u32,
+    #[comptime] lanes: u32,
+    #[comptime] row_lanes: u32,
+    #[comptime] silu: bool,
+    #[define(E)] _dtype: ElemType,
+) {
+    let column = CUBE_POS_Z * lanes + UNIT_POS_X;
+    if column < row_vectors {
+        let first = CUBE_POS_X * rows_per_cube;
+        let end = u32::min(first + rows_per_cube, rows);
+        let plane = row_vectors as usize;
+        let coefficient = CUBE_POS_Y as usize * comptime!(COEFFICIENTS) * plane + column as usize;
+        let mean = coefficients[coefficient];
+        let scale = coefficients[coefficient + plane];
+        let shift = coefficients[coefficient + 2 * plane];
+        let base = CUBE_POS_Y as usize * rows as usize * plane + column as usize;
+        let start = first + UNIT_POS_Y;
+        if start < end {
+            let items = (end - start).div_ceil(row_lanes);
+            let step = row_lanes as usize * plane;
+            let first = base + start as usize * plane;
+            let blocks = items / UNROLL;
+            for block in 0..blocks {
+                let at = first + (block * UNROLL) as usize * step;
+                let mut values = Array::<Vector<E, V>>::new(comptime!(UNROLL as usize));
+                #[unroll]
+                for i in 0..comptime!(UNROLL as usize) {
+                    values[i] = x[at + i * step];
+                }
+                #[unroll]
+                for i in 0..comptime!(UNROLL as usize) {
+                    y[at + i * step] = normalize(values[i], mean, scale, shift, silu);
+                }
+            }
+            for i in blocks * UNROLL..items {
+                let at = first + i as usize * step;
+                y[at] = normalize(x[at], mean, scale, shift, silu);
+            }
+        }
+    }
+}
+
+/// How units share the channels of a row: vectors side by side, then rows.
+fn lanes(row_vectors: usize) -> (u32, u32) {
+    let lanes = (row_vectors as u32).min(64);
+    (lanes, UNITS / lanes)
+}
+
+/// Partial moments of every channel of `x`.
+pub(super) fn channel_moments(client: &Client, x: &Rows) -> Moments {
+    let vector = vector_size(client, x.dtype, x.channels);
+    let row_vectors = x.channels / vector;
+    let (lanes, row_lanes) = lanes(row_vectors);
+    let blocks = row_vectors.div_ceil(lanes as usize);
+    let parts = (TARGET_CUBES / (x.batch * blocks)).clamp(1, x.rows.div_ceil(row_lanes as usize));
+    let rows_per_part = x.rows.div_ceil(parts);
+    let parts = x.rows.div_ceil(rows_per_part);
+    let moments = client.empty(x.batch * parts * MOMENTS * x.channels * size_of::<f32>());
+    let values = x.batch * parts * MOMENTS * row_vectors;
+    // Safety: indices stay below the lengths given, which are those of the allocations.
+    unsafe {
+        channel_moments_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(parts as u32, x.batch as u32, blocks as u32),
+            CubeDim::new_2d(lanes, row_lanes),
+            x.address_type(),
+            vector,
+            buffer(&x.handle, x.len() / vector),
+            buffer(&moments, values),
+            x.rows as u32,
+            row_vectors as u32,
+            rows_per_part as u32,
+            lanes,
+            row_lanes,
+            x.dtype,
+        )
+    }
+    Moments { handle: moments, parts }
+}
+
+/// Normalises `x` with its own moments into `y`, which may be the same buffer.
+pub(super) fn group_norm(
+    client: &Client,
+    x: &Rows,
+    moments: &Moments,
+    [weight, bias]: [&Handle; 2],
+    NormSpec { groups, epsilon, silu }: NormSpec,
+    y: &Handle,
+) {
+    let coefficients = client.empty(x.batch * COEFFICIENTS * x.channels * size_of::<f32>());
+    let vector = vector_size(client, x.dtype, x.channels);
+    let row_vectors = x.channels / vector;
+    // One group is one cube, so a cube as large as the device has; a power of two, because it is halved.
+    let most = client.properties().hardware.max_units_per_cube;
+    let units = [1024, 512].into_iter().find(|&units| units <= most).unwrap_or(UNITS);
+    // Safety: as above.
+    unsafe {
+        group_coefficients_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(groups as u32, x.batch as u32, 1),
+            CubeDim::new_1d(units),
+            AddressType::U32,
+            buffer(&moments.handle, x.batch * moments.parts * MOMENTS * x.channels),
+            buffer(weight, x.channels),
+            buffer(bias, x.channels),
+            buffer(&coefficients, x.batch * COEFFICIENTS * x.channels),
+            moments.parts as u32,
+            x.channels as u32,
+            (x.channels / groups) as u32,
+            epsilon,
+            f32::NAN,
+            units,
+        );
+        let (lanes, row_lanes) = lanes(row_vectors);
+        let blocks = row_vectors.div_ceil(lanes as usize);
+        let cubes = (4 * TARGET_CUBES / (x.batch * blocks)).clamp(1, x.rows.div_ceil(row_lanes as usize));
+        let rows_per_cube = x.rows.div_ceil(cubes);
+        normalize_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(x.rows.div_ceil(rows_per_cube) as u32, x.batch as u32, blocks as u32),
+            CubeDim::new_2d(lanes, row_lanes),
+            x.address_type(),
+            vector,
+            buffer(&x.handle, x.len() / vector),
+            buffer(&coefficients, x.batch * COEFFICIENTS * row_vectors),
+            buffer(y, x.len() / vector),
+            x.rows as u32,
+            row_vectors as u32,
+            rows_per_cube as u32,
+            lanes,
+            row_lanes,
+            silu,
+            x.dtype,
+        )
+    }
+}
+
+/// The kernels, as CUDA C++.
+#[cfg(all(test, feature = "hopper"))]
+pub(super) fn emit_all() {
+    use super::emit::{device_properties, emit, settings, target_properties};
+    use cubecl::ir::FloatKind;
+
+    let argument = || BufferCompilationArg { inplace: None };
+    let dtype = ElemType::Float(FloatKind::BF16);
+    let (lanes, row_lanes) = lanes(16);
+    let kernel = channel_moments_kernel::ChannelMomentsKernel::new(
+        settings(CubeDim::new_2d(lanes, row_lanes)),
+        device_properties(),
+        target_properties(),
+        argument(),
+        argument(),
+        (),
+        (),
+        (),
+        8,
+        lanes,
+        row_lanes,
+        dtype,
+    );
+    emit("channel_moments", &kernel);
+    let kernel = normalize_kernel::NormalizeKernel::new(
+        settings(CubeDim::new_2d(lanes, row_lanes)),
+        device_properties(),
+        target_properties(),
+        argument(),
+        argument(),
+        argument(),
+        (),
+        (),
+        (),
+        8,
+        lanes,
+        row_lanes,
+        true,
+        dtype,
+    );
+    emit("normalize", &kernel);
+}

@@ -1,0 +1,863 @@
+//! Channels-last convolutions (3x3, 1x1, and 3x3 of a doubled image) with a fused epilogue.
+//!
+//! A cube computes tiles of 256 pixels by 128 output channels. Two warpgroups multiply (64 channels each, weights as the
+//! rows of wgmma and pixels as its columns), one thread loads, and one thread a warpgroup stores: four loops that meet only
+//! at mbarriers. The pixels of a tile are loaded once for each horizontal tap; the vertical taps read the same shared
+//! memory, some rows further down.
+
+use cubecl::{prelude::*, server::Handle};
+use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+
+use super::ptx::*;
+use crate::gpu::{
+    group_norm::{MOMENTS, Moments},
+    launch::buffer,
+};
+
+/// Pixels and channels of a cube's tile, and channels of a warpgroup's half.
+const TILE_PIXELS: u32 = 256;
+const TILE_CHANNELS: u32 = 128;
+const GROUP_CHANNELS: u32 = 64;
+/// Units of a warpgroup.
+const GROUP: u32 = 128;
+/// Sums in a unit's registers: 64 channels by 256 pixels over 128 units.
+const SUMS: u32 = GROUP_CHANNELS * TILE_PIXELS / GROUP;
+/// Two multiplying warpgroups, a loading warp, two storing warps.
+const LOADER: u32 = 2 * GROUP;
+const STORER: u32 = LOADER + 32;
+const UNITS: u32 = LOADER + 3 * 32;
+/// Bytes of a slot of weights: 128 channels by 64 of k.
+const WEIGHT_BYTES: u32 = TILE_CHANNELS * ROW_BYTES;
+/// Bytes of a warpgroup's part of the result.
+const RESULT_BYTES: u32 = TILE_PIXELS * ROW_BYTES;
+/// Shared memory of a cube on sm_90.
+pub(super) const SHARED_MEMORY: u32 = 232_448;
+/// Left for barriers.
+const BARRIERS: u32 = 256;
+
+/// The form of a kernel: everything that is compiled in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Form {
+    pub half: Half,
+    /// Taps on each axis: 1, 3, or 2 for the doubled image.
+    pub taps: u32,
+    /// Height and width of a tile in pixels; the width is a multiple of 8 so that a row of taps keeps the swizzle's phase.
+    pub tile_height: u32,
+    pub tile_width: u32,
+    pub residual: bool,
+    pub moments: bool,
+}
+
+impl Form {
+    /// 2 for the doubled image, which has four phases of output pixels.
+    pub fn phases(&self) -> u32 {
+        if self.taps == 2 { 2 } else { 1 }
+    }
+    fn halo_height(&self) -> u32 {
+        self.tile_height + self.taps - 1
+    }
+    pub fn pixel_bytes(&self) -> u32 {
+        self.halo_height() * self.tile_width * ROW_BYTES
+    }
+    /// Slots of the two rings: as many as fit, weights before pixels where there are several taps to one slot of pixels.
+    fn pixel_slots(&self) -> u32 {
+        if self.taps == 1 { 3 } else { 2 }
+    }
+    fn weight_slots(&self) -> u32 {
+        let left = SHARED_MEMORY - BARRIERS - 2 * RESULT_BYTES - self.pixel_slots() * self.pixel_bytes();
+        (left / WEIGHT_BYTES).min(6)
+    }
+    fn weights_at(&self) -> u32 {
+        self.pixel_slots() * self.pixel_bytes()
+    }
+    fn results_at(&self) -> u32 {
+        self.weights_at() + self.weight_slots() * WEIGHT_BYTES
+    }
+    fn barriers_at(&self) -> u32 {
+        self.results_at() + 2 * RESULT_BYTES
+    }
+    fn shared_bytes(&self) -> u32 {
+        self.barriers_at() + BARRIERS
+    }
+    /// Barriers, in order: full and empty of the pixels, of the weights, then ready and done of the two results.
+    fn pixels_full(&self) -> u32 {
+        self.barriers_at()
+    }
+    fn pixels_empty(&self) -> u32 {
+        self.pixels_full() + self.pixel_slots() * BARRIER_BYTES
+    }
+    fn weights_full(&self) -> u32 {
+        self.pixels_empty() + self.pixel_slots() * BARRIER_BYTES
+    }
+    fn weights_empty(&self) -> u32 {
+        self.weights_full() + self.weight_slots() * BARRIER_BYTES
+    }
+    fn result_ready(&self) -> u32 {
+        self.weights_empty() + self.weight_slots() * BARRIER_BYTES
+    }
+    fn result_done(&self) -> u32 {
+        self.result_ready() + 2 * BARRIER_BYTES
+    }
+
+    /// The sum over k of one tile, in PTX: the whole loop, because accumulators that cross between blocks of inline
+    /// assembly would be copied and wgmma serialised.
+    ///
+    /// Inputs: `$1` weight descriptor, `$2` pixel descriptor, `$3` address of the barriers, `$4` whether this unit signals,
+    /// `$5` and `$6` slot and phase of the weights' ring, `$7` and `$8` of the pixels' ring, `$9` slots of pixels to take.
+    pub fn main_loop(&self) -> String {
+        let sums = (0..SUMS).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
+        let half = self.half.name();
+        let steps = ROW_CHANNELS / MMA_DEPTH;
+        let offset = |barrier: u32| barrier - self.barriers_at();
+        let wait = |label: &str, slot: &str, phase: &str, full: u32| {
+            format!(
+                "shl.b32 bar, {slot}, 3;\nadd.u32 bar, bar, $3;\n{label}:\n\
+                 mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{full}], {phase};\n@!done bra {label};\n",
+                full = offset(full)
+            )
+        };
+        let release = |slot: &str, empty: u32| {
+            format!(
+                "shl.b32 bar, {slot}, 3;\nadd.u32 bar, bar, $3;\n@signals mbarrier.arrive.shared::cta.b64 _, [bar+{}];\n",
+                offset(empty)
+            )
+        };
+        let advance = |slot: &str, phase: &str, slots: u32| {
+            format!(
+                "add.u32 {slot}, {slot}, 1;\nsetp.eq.u32 wraps, {slot}, {slots};\n@wraps mov.u32 {slot}, 0;\n\
+                 @wraps xor.b32 {phase}, {phase}, 1;\n"
+            )
+        };
+        let mut ptx = String::from(
+            "{\n.reg .pred done, adds, signals, wraps;\n.reg .b32 bar, count, wslot, wphase, pslot, pphase;\n\
+             .reg .b64 off, wdesc, pdesc, w<4>, p<4>;\n\
+             mov.u32 wslot, $5;\nmov.u32 wphase, $6;\nmov.u32 pslot, $7;\nmov.u32 pphase, $8;\nmov.u32 count, 0;\n\
+             setp.ne.u32 signals, $4, 0;\nLOOP:\n",
+        );
+        ptx += &wait("PIXELS", "pslot", "pphase", self.pixels_full());
+        ptx += &format!(
+            "mul.wide.u32 off, pslot, {};\nadd.u64 pdesc, $2, off;\n",
+            self.pixel_bytes() / 16
+        );
+        for tap in 0..self.taps {
+            ptx += &wait(&format!("WEIGHTS{tap}"), "wslot", "wphase", self.weights_full());
+            ptx += &format!(
+                "mul.wide.u32 off, wslot, {};\nadd.u64 wdesc, $1, off;\n",
+                WEIGHT_BYTES / 16
+            );
+            for step in 0..steps {
+                let along_k = step * MMA_DEPTH * 2 / 16;
+                let rows_down = tap * self.tile_width * ROW_BYTES / 16;
+                ptx += &format!(
+                    "add.u64 w{step}, wdesc, {along_k};\nadd.u64 p{step}, pdesc, {};\n",
+                    rows_down + along_k
+                );
+            }
+            if tap == 0 {
+                // The first product of a tile overwrites what the registers hold.
+                ptx += "setp.ne.u32 adds, count, 0;\n";
+            }
+            ptx += "wgmma.fence.sync.aligned;\n";
+            for step in 0..steps {
+                let adds = if tap == 0 && step == 0 { "adds" } else { "1" };
+                ptx += &format!(
+                    "wgmma.mma_async.sync.aligned.m64n256k16.f32.{half}.{half} {{{sums}}}, w{step}, p{step}, {adds}, 1, 1, 0, 0;\n"
+                );
+            }
+            // Waiting for all is enough: the other warpgroup keeps the tensor cores busy.
+            ptx += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n";
+            ptx += &release("wslot", self.weights_empty());
+            ptx += &advance("wslot", "wphase", self.weight_slots());
+        }
+        ptx += &release("pslot", self.pixels_empty());
+        ptx += &advance("pslot", "pphase", self.pixel_slots());
+        ptx += "add.u32 count, count, 1;\nsetp.lt.u32 wraps, count, $9;\n@wraps bra LOOP;\n}";
+        ptx
+    }
+}
+
+#[cube]
+fn main_loop<N: Size>(
+    weights: u64,
+    pixels: u64,
+    barriers: u32,
+    signals: u32,
+    weight_slot: u32,
+    weight_phase: u32,
+    pixel_slot: u32,
+    pixel_phase: u32,
+    count: u32,
+    #[comptime] form: Form,
+) -> Vector<f32, N> {
+    let body = comptime!(form.main_loop());
+    let sums: Vector<f32, N>;
+    // The comment names every operand, because each must occur.
+    gpu_asm!(
+        "{body} /* {d} {w} {p} {b} {s} {ws} {wp} {ps} {pp} {n} */",
+        d = out(_) sums, w = in(_) u64::cast_from(weights), p = in(_) u64::cast_from(pixels), b = in(_) u32::cast_from(barriers),
+        s = in(_) u32::cast_from(signals), ws = in(_) u32::cast_from(weight_slot), wp = in(_) u32::cast_from(weight_phase),
+        ps = in(_) u32::cast_from(pixel_slot), pp = in(_) u32::cast_from(pixel_phase), n = in(_) u32::cast_from(count),
+    );
+    sums
+}
+
+/// Sizes at run time.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+struct Problem {
+    height: u32,
+    width: u32,
+    channels_in: u32,
+    channels_out: u32,
+    tiles_y: u32,
+    tiles_x: u32,
+    /// Tiles of channels.
+    channel_tiles: u32,
+    /// Tiles of all images, phases and channels.
+    tiles: u32,
+}
+
+/// The place of a tile.
+#[derive(CubeType, Clone, Copy)]
+struct Tile {
+    image: u32,
+    /// Number of the pixel tile in its image.
+    index: u32,
+    y: u32,
+    x: u32,
+    phase_y: u32,
+    phase_x: u32,
+    channel: u32,
+}
+
+/// Tiles in order: those that share pixels run together and meet in the cache.
+#[cube]
+fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
+    let phases = comptime!(form.phases());
+    let channel = number % problem.channel_tiles * TILE_CHANNELS;
+    let rest = number / problem.channel_tiles;
+    let phase = rest % comptime!(phases * phases);
+    let pixels = rest / comptime!(phases * phases);
+    let per_image = problem.tiles_y * problem.tiles_x;
+    let index = pixels % per_image;
+    Tile {
+        image: pixels / per_image,
+        index,
+        y: index / problem.tiles_x * comptime!(form.tile_height),
+        x: index % problem.tiles_x * comptime!(form.tile_width),
+        phase_y: phase / phases,
+        phase_x: phase % phases,
+        channel,
+    }
+}
+
+/// Running moments of one channel over the pixels of one unit, as deviations from a first value.
+#[derive(CubeType, Clone, Copy)]
+struct Running {
+    shift: f32,
+    sum: f32,
+    squares: f32,
+}
+
+#[cube]
+fn add_moment(running: &mut Running, value: f32) {
+    let deviation = value - running.shift;
+    running.sum += deviation;
+    running.squares += deviation * deviation;
+}
+
+/// Merges with three other lanes of a quad, whose pixels interleave, and stores from the first.
+#[cube]
+fn store_moments(
+    running: &Running,
+    count: f32,
+    moments: &mut [f32],
+    base: usize,
+    plane: usize,
+    lane: u32,
+    in_range: bool,
+) {
+    let safe = f32::max(count, 1.0);
+    let mut total = count;
+    let mut mean = running.shift + running.sum / safe;
+    let mut m2 = running.squares - running.sum * running.sum / safe;
+    #[unroll]
+    for step in 0..2u32 {
+        let mask = comptime!(1u32 << step);
+        let other_count = shuffle_xor(total, mask);
+        let other_mean = shuffle_xor(mean, mask);
+        let other_m2 = shuffle_xor(m2, mask);
+        let all = total + other_count;
+        let weight = other_count / f32::max(all, 1.0);
+        let delta = other_mean - mean;
+        m2 += other_m2 + delta * delta * total * weight;
+        mean += delta * weight;
+        total = all;
+    }
+    if lane % 4 == 0 && in_range {
+        moments[base] = total;
+        moments[base + plane] = mean;
+        moments[base + 2 * plane] = m2;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn hopper_conv_kernel<E: Float, NS: Size, NM: Size>(
+    x: &TensorMap<E, Tiled>,
+    weights: &TensorMap<E, Tiled>,
+    out: &TensorMap<E, Tiled>,
+    residual: ComptimeOption<&TensorMap<E, Tiled>>,
+    bias: &[f32],
+    moments: &mut [f32],
+    problem: Problem,
+    #[comptime] form: Form,
+    #[define(E)] _dtype: ElemType,
+) {
+    let shared = Shared::<[u64]>::new_aligned_slice(comptime!(form.shared_bytes() as usize / 8), 1024usize);
+    let base = unsafe { generic_to_shared::<u64>(shared.as_slice().as_ptr_unchecked()) };
+    let pixels_full = base + comptime!(form.pixels_full());
+    let pixels_empty = base + comptime!(form.pixels_empty());
+    let weights_full = base + comptime!(form.weights_full());
+    let weights_empty = base + comptime!(form.weights_empty());
+    let result_ready = base + comptime!(form.result_ready());
+    let result_done = base + comptime!(form.result_done());
+    let pixel_slots = comptime!(form.pixel_slots());
+    let weight_slots = comptime!(form.weight_slots());
+
+    if UNIT_POS == 0 {
+        #[unroll]
+        for i in 0..pixel_slots {
+            barrier_init(pixels_full + comptime!(i * BARRIER_BYTES), 1u32);
+            barrier_init(pixels_empty + comptime!(i * BARRIER_BYTES), 2u32);
+        }
+        #[unroll]
+        for i in 0..weight_slots {
+            barrier_init(weights_full + comptime!(i * BARRIER_BYTES), 1u32);
+            barrier_init(weights_empty + comptime!(i * BARRIER_BYTES), 2u32);
+        }
+        #[unroll]
+        for i in 0..2u32 {
+            barrier_init(result_ready + comptime!(i * BARRIER_BYTES), 1u32);
+            barrier_init(result_done + comptime!(i * BARRIER_BYTES), GROUP);
+        }
+        barrier_init_fence();
+    }
+    sync_cube();
+
+    let channel_blocks = problem.channels_in.div_ceil(ROW_CHANNELS);
+    let pixel_loads = channel_blocks * comptime!(form.taps);
+    if UNIT_POS < LOADER {
+        multiply::<NS, NM>(base, bias, moments, &problem, pixel_loads, form);
+    } else if UNIT_POS == LOADER {
+        load::<E>(base, x, weights, &problem, channel_blocks, form);
+    } else if (UNIT_POS - LOADER) % 32 == 0 {
+        store::<E>(base, (UNIT_POS - STORER) / 32, out, residual, &problem, form);
+    }
+}
+
+/// What the two warpgroups do.
+#[cube]
+fn multiply<NS: Size, NM: Size>(
+    base: u32,
+    bias: &[f32],
+    moments: &mut [f32],
+    problem: &Problem,
+    pixel_loads: u32,
+    #[comptime] form: Form,
+) {
+    let half = comptime!(form.half);
+    let group = UNIT_POS / GROUP;
+    let unit = UNIT_POS % GROUP;
+    let warp = unit / 32;
+    let lane = unit % 32;
+    let weight_descriptor = descriptor(base + comptime!(form.weights_at()) + group * comptime!(WEIGHT_BYTES / 2));
+    let pixel_descriptor = descriptor(base);
+    let barriers = base + comptime!(form.barriers_at());
+    let signals = u32::cast_from(unit == 0);
+    let result = base + comptime!(form.results_at()) + group * RESULT_BYTES;
+    let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
+    let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
+    // Where this lane's row of a matrix lies in 64 pixels by 64 channels of swizzled rows.
+    let row = lane % 8;
+    let lane_address = result + ((lane / 16) * 8 + row) * ROW_BYTES + ((warp * 2 + (lane / 8) % 2) ^ row) * 16;
+
+    let mut taken = 0u32;
+    let mut phase = 0u32;
+    let mut number = CUBE_POS_X;
+    while number < problem.tiles {
+        let tile = tile(number, problem, form);
+        let weights_taken = taken * comptime!(form.taps);
+        // Two rows of the accumulator: channels 8 apart.
+        let channel = tile.channel + group * GROUP_CHANNELS + warp * 16 + lane / 4;
+        // Loaded before the loop, whose length hides it.
+        let mut bias_low = 0.0f32;
+        let mut bias_high = 0.0f32;
+        if channel < problem.channels_out {
+            bias_low = bias[channel as usize];
+        }
+        if channel + 8 < problem.channels_out {
+            bias_high = bias[(channel + 8) as usize];
+        }
+        let sums = main_loop::<NS>(
+            weight_descriptor,
+            pixel_descriptor,
+            barriers,
+            signals,
+            weights_taken % comptime!(form.weight_slots()),
+            weights_taken / comptime!(form.weight_slots()) % 2,
+            taken % comptime!(form.pixel_slots()),
+            taken / comptime!(form.pixel_slots()) % 2,
+            pixel_loads,
+            form,
+        );
+        taken += pixel_loads;
+
+        // The last result has left the buffer, and the residual is in it.
+        barrier_wait(ready, phase);
+        phase = phase ^ 1;
+        let whole = tile.y + comptime!(form.tile_height) <= problem.height
+            && tile.x + comptime!(form.tile_width) <= problem.width;
+        let mut low = Running {
+            shift: 0.0f32,
+            sum: 0.0f32,
+            squares: 0.0f32,
+        };
+        let mut high = Running {
+            shift: 0.0f32,
+            sum: 0.0f32,
+            squares: 0.0f32,
+        };
+        let mut count = 0.0f32;
+        if whole {
+            count = comptime!(TILE_PIXELS as f32 / 4.0).runtime();
+        }
+        #[unroll]
+        for step in 0..comptime!(TILE_PIXELS / 16) {
+            // Four matrices: pixels in pairs of this lane, 8 further on; each for both rows.
+            let address = lane_address + comptime!(step * 16 * ROW_BYTES);
+            let first = comptime!((step * 8) as usize);
+            let mut values = Array::<f32>::new(8usize);
+            #[unroll]
+            for i in 0..8usize {
+                let bias = if comptime!(i % 4 < 2) { bias_low } else { bias_high };
+                values[i] = sums.extract(comptime!(first + i)) + bias;
+            }
+            if comptime!(form.residual) {
+                let residual = load_matrix_transposed::<NM>(address);
+                #[unroll]
+                for i in 0..4usize {
+                    values[comptime!(2 * i)] += unpack_low(residual.extract(i), half);
+                    values[comptime!(2 * i + 1)] += unpack_high(residual.extract(i), half);
+                }
+            }
+            if comptime!(form.moments) {
+                if comptime!(step == 0) {
+                    low.shift = values[0];
+                    high.shift = values[2];
+                }
+                if whole {
+                    #[unroll]
+                    for i in 0..8usize {
+                        if comptime!(i % 4 < 2) {
+                            add_moment(&mut low, values[i]);
+                        } else {
+                            add_moment(&mut high, values[i]);
+                        }
+                    }
+                } else {
+                    #[unroll]
+                    for i in 0..8usize {
+                        let pixel = comptime!(step * 16 + i as u32 / 4 * 8) + lane % 4 * 2 + comptime!(i as u32 % 2);
+                        let y = tile.y + pixel / comptime!(form.tile_width);
+                        let x = tile.x + pixel % comptime!(form.tile_width);
+                        if y < problem.height && x < problem.width {
+                            if comptime!(i % 4 < 2) {
+                                add_moment(&mut low, values[i]);
+                                count += 1.0;
+                            } else {
+                                add_moment(&mut high, values[i]);
+                            }
+                        }
+                    }
+                }
+            }
+            store_matrix_transposed(
+                address,
+                pack(values[0], values[1], half),
+                pack(values[2], values[3], half),
+                pack(values[4], values[5], half),
+                pack(values[6], values[7], half),
+            );
+        }
+        async_proxy_fence();
+        barrier_arrive(done);
+
+        if comptime!(form.moments) {
+            let phases = comptime!(form.phases() * form.phases());
+            let parts = problem.tiles_y * problem.tiles_x * phases;
+            let part =
+                tile.image * parts + tile.index * phases + tile.phase_y * comptime!(form.phases()) + tile.phase_x;
+            let plane = problem.channels_out as usize;
+            let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
+            store_moments(&low, count, moments, at, plane, lane, channel < problem.channels_out);
+            store_moments(
+                &high,
+                count,
+                moments,
+                at + 8,
+                plane,
+                lane,
+                channel + 8 < problem.channels_out,
+            );
+        }
+        number += CUBE_COUNT_X;
+    }
+}
+
+/// What the loading unit does.
+#[cube]
+fn load<E: Float>(
+    base: u32,
+    x: &TensorMap<E, Tiled>,
+    weights: &TensorMap<E, Tiled>,
+    problem: &Problem,
+    channel_blocks: u32,
+    #[comptime] form: Form,
+) {
+    let x_map = tensor_map_address(x);
+    let weight_map = tensor_map_address(weights);
+    let taps = comptime!(form.taps);
+    let before = comptime!((form.taps / 2) as i32);
+    let mut weight_slot = 0u32;
+    let mut weight_phase = 1u32;
+    let mut pixel_slot = 0u32;
+    let mut pixel_phase = 1u32;
+    let mut number = CUBE_POS_X;
+    while number < problem.tiles {
+        let tile = tile(number, problem, form);
+        let y = i32::cast_from(tile.y + tile.phase_y) - before;
+        let x = i32::cast_from(tile.x + tile.phase_x) - before;
+        let phase = tile.phase_y * comptime!(form.phases()) + tile.phase_x;
+        let weight_row = i32::cast_from(phase * problem.channels_out + tile.channel);
+        for tap_x in 0..taps {
+            for block in 0..channel_blocks {
+                let full = base + comptime!(form.pixels_full()) + pixel_slot * BARRIER_BYTES;
+                barrier_wait(
+                    base + comptime!(form.pixels_empty()) + pixel_slot * BARRIER_BYTES,
+                    pixel_phase,
+                );
+                barrier_expect(full, comptime!(form.pixel_bytes()));
+                tma_load_image(
+                    base + pixel_slot * comptime!(form.pixel_bytes()),
+                    x_map,
+                    i32::cast_from(block * ROW_CHANNELS),
+                    x + i32::cast_from(tap_x),
+                    y,
+                    i32::cast_from(tile.image),
+                    full,
+                );
+                pixel_slot += 1;
+                if pixel_slot == comptime!(form.pixel_slots()) {
+                    pixel_slot = 0u32;
+                    pixel_phase = pixel_phase ^ 1;
+                }
+                for tap_y in 0..taps {
+                    let full = base + comptime!(form.weights_full()) + weight_slot * BARRIER_BYTES;
+                    barrier_wait(
+                        base + comptime!(form.weights_empty()) + weight_slot * BARRIER_BYTES,
+                        weight_phase,
+                    );
+                    barrier_expect(full, WEIGHT_BYTES);
+                    let k = (tap_y * taps + tap_x) * problem.channels_in + block * ROW_CHANNELS;
+                    tma_load_2d(
+                        base + comptime!(form.weights_at()) + weight_slot * WEIGHT_BYTES,
+                        weight_map,
+                        i32::cast_from(k),
+                        weight_row,
+                        full,
+                    );
+                    weight_slot += 1;
+                    if weight_slot == comptime!(form.weight_slots()) {
+                        weight_slot = 0u32;
+                        weight_phase = weight_phase ^ 1;
+                    }
+                }
+            }
+        }
+        number += CUBE_COUNT_X;
+    }
+}
+
+/// What the storing unit of a warpgroup does: hands the buffer over, with the residual in it, and takes the result away.
+#[cube]
+fn store<E: Float>(
+    base: u32,
+    group: u32,
+    out: &TensorMap<E, Tiled>,
+    residual: ComptimeOption<&TensorMap<E, Tiled>>,
+    problem: &Problem,
+    #[comptime] form: Form,
+) {
+    let out_map = tensor_map_address(out);
+    let result = base + comptime!(form.results_at()) + group * RESULT_BYTES;
+    let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
+    let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
+    let mut phase = 0u32;
+    let mut number = CUBE_POS_X;
+    while number < problem.tiles {
+        let tile = tile(number, problem, form);
+        let channel = i32::cast_from(tile.channel + group * GROUP_CHANNELS);
+        #[comptime]
+        match residual {
+            ComptimeOption::Some(residual) => {
+                barrier_expect(ready, RESULT_BYTES);
+                tma_load_image(
+                    result,
+                    tensor_map_address(residual),
+                    channel,
+                    i32::cast_from(tile.x),
+                    i32::cast_from(tile.y),
+                    i32::cast_from(tile.image),
+                    ready,
+                );
+            }
+            ComptimeOption::None => barrier_arrive(ready),
+        }
+        barrier_wait(done, phase);
+        phase = phase ^ 1;
+        if comptime!(form.phases() == 2) {
+            tma_store_phase(
+                result,
+                out_map,
+                channel,
+                i32::cast_from(tile.phase_x),
+                i32::cast_from(tile.x),
+                i32::cast_from(tile.phase_y),
+                i32::cast_from(tile.y),
+            );
+        } else {
+            tma_store_image(
+                result,
+                out_map,
+                channel,
+                i32::cast_from(tile.x),
+                i32::cast_from(tile.y),
+                i32::cast_from(tile.image),
+            );
+        }
+        tma_store_wait_read();
+        number += CUBE_COUNT_X;
+    }
+    tma_store_wait();
+}
+
+/// A convolution to run, of multiples of 8 channels as TMA wants them: buffers are contiguous, weights `[phases^2, channels_out, taps^2 * channels_in]`.
+pub(in crate::gpu) struct HopperConv<'a> {
+    pub dtype: ElemType,
+    pub half: Half,
+    pub taps: u32,
+    pub batch: usize,
+    pub height: usize,
+    pub width: usize,
+    pub channels_in: usize,
+    pub channels_out: usize,
+    pub x: &'a Handle,
+    pub weight: &'a Handle,
+    pub bias: &'a Handle,
+    pub residual: Option<&'a Handle>,
+    /// Whether moments of the result are wanted.
+    pub measure: bool,
+    pub out: &'a Handle,
+    pub multiprocessors: u32,
+}
+
+impl HopperConv<'_> {
+    /// The form with the tile that wastes least of the image's area, and among those loads the smallest halo.
+    fn form(&self) -> Form {
+        let cost = |&(tile_height, tile_width): &(u32, u32)| {
+            let tiles = self.height.div_ceil(tile_height as usize) * self.width.div_ceil(tile_width as usize);
+            (tiles, tile_height.abs_diff(16))
+        };
+        let shapes = [(16, 16), (8, 32), (32, 8), (4, 64)];
+        let (tile_height, tile_width) = shapes.into_iter().min_by_key(cost).unwrap_or((16, 16));
+        Form {
+            half: self.half,
+            taps: self.taps,
+            tile_height,
+            tile_width,
+            residual: self.residual.is_some(),
+            moments: self.measure,
+        }
+    }
+
+    /// Enqueues the kernel; moments of the result are returned if they were asked for.
+    pub fn launch(self, client: &Client) -> Option<Moments> {
+        let form = self.form();
+        let phases = form.phases() as usize;
+        let (tile_height, tile_width) = (form.tile_height as usize, form.tile_width as usize);
+        let (tiles_y, tiles_x) = (self.height.div_ceil(tile_height), self.width.div_ceil(tile_width));
+        let channel_tiles = self.channels_out.div_ceil(TILE_CHANNELS as usize);
+        let parts = tiles_y * tiles_x * phases * phases;
+        let size = self.dtype.size();
+        let plane = MOMENTS * self.channels_out * size_of::<f32>();
+        let moments = self.measure.then(|| client.empty(self.batch * parts * plane));
+
+        // A phase of a doubled image is seen through five dimensions, which leaves none for the batch.
+        let launches = if phases == 2 { self.batch } else { 1 };
+        let images = self.batch / launches;
+        let taps = (self.taps * self.taps) as usize;
+        let x_pixels = self.height * self.width;
+        for launch in 0..launches {
+            let x = self
+                .x
+                .clone()
+                .offset_start((launch * x_pixels * self.channels_in * size) as u64);
+            let out = self.out.clone();
+            let out = out.offset_start((launch * x_pixels * phases * phases * self.channels_out * size) as u64);
+            let image = |channels: usize| [x_pixels * channels, self.width * channels, channels, 1];
+            let shape = |channels: usize| [images, self.height, self.width, channels];
+            let halo = [1, form.halo_height() as usize, tile_width, ROW_CHANNELS as usize];
+            let tile = [1, tile_height, tile_width, ROW_CHANNELS as usize];
+            let map = |handle: Handle, tile: &[usize], strides: &[usize], shape: &[usize]| {
+                let args = TiledArgs {
+                    tile_size: tile.iter().copied().collect(),
+                };
+                // Safety: strides and shape are those of the buffer.
+                let tensor = unsafe {
+                    TensorArg::from_raw_parts(
+                        handle,
+                        strides.iter().copied().collect(),
+                        shape.iter().copied().collect(),
+                    )
+                };
+                TensorMapArg::new(args, tensor, self.dtype).with_swizzle(TensorMapSwizzle::B128)
+            };
+            let depth = taps * self.channels_in;
+            let weights = map(
+                self.weight.clone(),
+                &[TILE_CHANNELS as usize, ROW_CHANNELS as usize],
+                &[depth, 1],
+                &[phases * phases * self.channels_out, depth],
+            );
+            let x_map = map(x, &halo, &image(self.channels_in), &shape(self.channels_in));
+            let out_map = if phases == 2 {
+                let row = 2 * self.width * self.channels_out;
+                map(
+                    out,
+                    &[tile_height, 1, tile_width, 1, ROW_CHANNELS as usize],
+                    &[2 * row, row, 2 * self.channels_out, self.channels_out, 1],
+                    &[self.height, 2, self.width, 2, self.channels_out],
+                )
+            } else {
+                map(out, &tile, &image(self.channels_out), &shape(self.channels_out))
+            };
+            let residual = self.residual.map(|residual| {
+                map(
+                    residual.clone(),
+                    &tile,
+                    &image(self.channels_out),
+                    &shape(self.channels_out),
+                )
+            });
+            let tiles = images * parts * channel_tiles;
+            // Safety: the buffer was made for this; without moments any buffer does, for nothing is written.
+            let moments = unsafe {
+                match &moments {
+                    Some(moments) => {
+                        let part = moments.clone().offset_start((launch * parts * plane) as u64);
+                        buffer(&part, images * parts * MOMENTS * self.channels_out)
+                    }
+                    None => buffer(self.bias, self.channels_out),
+                }
+            };
+            let problem = ProblemLaunch::new(
+                self.height as u32,
+                self.width as u32,
+                self.channels_in as u32,
+                self.channels_out as u32,
+                tiles_y as u32,
+                tiles_x as u32,
+                channel_tiles as u32,
+                tiles as u32,
+            );
+            // Safety: TMA checks coordinates; bias and moments are read and written below `channels_out` only.
+            unsafe {
+                hopper_conv_kernel::launch_unchecked(
+                    client,
+                    CubeCount::Static(self.multiprocessors.min(tiles as u32), 1, 1),
+                    CubeDim::new_1d(UNITS),
+                    SUMS as usize,
+                    4usize,
+                    x_map,
+                    weights,
+                    out_map,
+                    residual.into(),
+                    buffer(self.bias, self.channels_out),
+                    moments,
+                    problem,
+                    form,
+                    self.dtype,
+                )
+            }
+        }
+        moments.map(|handle| Moments { handle, parts })
+    }
+}
+
+/// Every form of the kernel, as CUDA C++.
+#[cfg(test)]
+pub(in crate::gpu) fn emit_all() {
+    use crate::gpu::emit::{device_properties, emit, settings, target_properties};
+    use cubecl::ir::FloatKind;
+
+    let argument = || BufferCompilationArg { inplace: None };
+    for (half, float) in [(Half::Bf16, FloatKind::BF16), (Half::F16, FloatKind::F16)] {
+        for taps in [1, 2, 3] {
+            for (tile_height, tile_width) in [(16, 16), (8, 32), (32, 8), (4, 64)] {
+                for (residual, moments) in [(false, false), (false, true), (true, true)] {
+                    let form = Form {
+                        half,
+                        taps,
+                        tile_height,
+                        tile_width,
+                        residual,
+                        moments,
+                    };
+                    let kernel = hopper_conv_kernel::HopperConvKernel::new(
+                        settings(CubeDim::new_1d(UNITS)),
+                        device_properties(),
+                        target_properties(),
+                        (),
+                        (),
+                        (),
+                        if residual {
+                            ComptimeOptionCompilationArg::Some(())
+                        } else {
+                            ComptimeOptionCompilationArg::None
+                        },
+                        argument(),
+                        argument(),
+                        ProblemCompilationArg {
+                            height: (),
+                            width: (),
+                            channels_in: (),
+                            channels_out: (),
+                            tiles_y: (),
+                            tiles_x: (),
+                            channel_tiles: (),
+                            tiles: (),
+                        },
+                        SUMS as usize,
+                        4,
+                        form,
+                        ElemType::Float(float),
+                    );
+                    let name = format!(
+                        "conv_{}_{taps}_{tile_height}x{tile_width}_{residual}_{moments}",
+                        half.name()
+                    );
+                    emit(&name, &kernel);
+                }
+            }
+        }
+    }
+}
