@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
-use burn_vae::{DType, Latents, LoadOptions, Quality, VaeDecoder, latents_from_file};
+use burn_vae::{DType, DeviceName, Latents, LoadOptions, Quality, VaeDecoder, latents_from_file};
 use vae_io::{LatentFile, LatentsOptions, LatentsReading, VaeConfig};
 
 /// The models with random weights, each with the checkpoint files of the same weights.
@@ -34,6 +34,8 @@ pub const MICRO_MODELS: [(&str, &[&str]); 4] = [
 
 /// The trained models and their pictures.
 pub const TRAINED_MODELS: [&str; 3] = ["flux2-tiny", "flux1-tiny", "sd-tiny"];
+/// The pictures of each trained model.
+pub const PICTURES: [&str; 3] = ["astronaut", "chelsea", "coffee"];
 
 /// A file of tests/fixtures; `BURN_VAE_FIXTURES` names the folder where the tests run elsewhere than they were built.
 pub fn fixture(name: &str) -> PathBuf {
@@ -57,6 +59,19 @@ pub fn read_tensor(path: &Path, name: &str) -> (Vec<usize>, Vec<f32>) {
     )
 }
 
+/// A device by name; none where it is absent, unless `BURN_VAE_REQUIRE_DEVICE` names it.
+pub fn open(name: &str) -> Option<Device> {
+    match name.parse::<DeviceName>().unwrap().open() {
+        Ok((device, _)) => Some(device),
+        Err(error) => {
+            let required = std::env::var("BURN_VAE_REQUIRE_DEVICE").is_ok_and(|required| required == name);
+            assert!(!required, "{error}");
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
 /// Loads a model, or one of the checkpoint files of a model.
 pub fn load(path: &str, device: &Device, dtype: DType) -> VaeDecoder {
     let options = LoadOptions {
@@ -68,7 +83,12 @@ pub fn load(path: &str, device: &Device, dtype: DType) -> VaeDecoder {
 
 /// Decodes with Lossless and reads the image back as f32.
 pub fn decode(vae: &VaeDecoder, latents: Latents) -> Vec<f32> {
-    let image = vae.decode(latents, Quality::Lossless).unwrap();
+    decode_with(vae, latents, Quality::Lossless)
+}
+
+/// Decodes and reads the image back as f32.
+pub fn decode_with(vae: &VaeDecoder, latents: Latents, quality: Quality) -> Vec<f32> {
+    let image = vae.decode(latents, quality).unwrap();
     image.into_data_dtype(BurnDType::F32).try_into_vec().unwrap()
 }
 

@@ -4,20 +4,8 @@
 //! `BURN_VAE_REQUIRE_DEVICE=wgpu` (or `cuda`) makes an absent device a failure instead of a skipped test.
 
 use burn::tensor::Device;
-use burn_vae::{DType, DeviceName};
-use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture};
-
-fn open(name: &str) -> Option<Device> {
-    match name.parse::<DeviceName>().unwrap().open() {
-        Ok((device, _)) => Some(device),
-        Err(error) => {
-            let required = std::env::var("BURN_VAE_REQUIRE_DEVICE").is_ok_and(|required| required == name);
-            assert!(!required, "{error}");
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
+use burn_vae::DType;
+use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, open, picture};
 
 /// Every random model in f32 against diffusers' f32.
 fn micro_models_match(device: &Device, tolerance: f32) {

@@ -399,7 +399,6 @@ fn what_cannot_be_compared_is_one_sentence_and_leaves_no_file() {
     let before = lab.files();
     let png = fixture("flux2-tiny/chelsea.png");
     let cases: &[(&[&str], &str)] = &[
-        (&["--b", "device=cpu,quality=high"], "quality high is not available: "),
         (&["--b", "device=cuda:99"], "device cuda:99 is not available: "),
         (&["--no-truth"], "nothing to compare with: pass --b or --reference"),
         (

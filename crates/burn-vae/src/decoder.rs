@@ -1,9 +1,12 @@
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 use autoencoder_kl::AutoencoderKl;
 use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
 use flux2::AutoencoderKlFlux2;
-use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel, device_name};
+use vae_blocks::{FoldedDecoder, Latents, Observer, Plan, Quality, VaeModel, device_name};
 use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
 
 use crate::{LoadReport, apply_checkpoint};
@@ -11,10 +14,12 @@ use crate::{LoadReport, apply_checkpoint};
 /// A VAE's decoding half with its weights on a device.
 ///
 /// Owns its module: whatever changes the weights consumes the decoder ([`into_module`](Self::into_module)) and makes
-/// a new one, so nothing derived from them can be stale.
+/// a new one, so the folded weights of [`Quality::High`] cannot be stale.
 #[derive(Debug)]
 pub struct VaeDecoder {
     module: VaeModule,
+    /// Made by the first call that needs them, on the module's device and in its type.
+    folded: OnceLock<FoldedDecoder>,
 }
 
 /// The Burn module of either family.
@@ -92,7 +97,10 @@ impl VaeDecoder {
 
     /// Wraps a module that the caller built, on the module's device and in its type.
     pub fn from_module(module: impl Into<VaeModule>) -> Self {
-        Self { module: module.into() }
+        Self {
+            module: module.into(),
+            folded: OnceLock::new(),
+        }
     }
 
     /// The module, for reading and for saving its record.
@@ -126,7 +134,41 @@ impl VaeDecoder {
         quality: Quality,
         observer: &mut Observer<'_>,
     ) -> Result<Tensor<4>> {
-        self.model().decode(latents, quality, observer)
+        match quality {
+            Quality::Lossless => self.model().decode_lossless(latents, observer),
+            Quality::High => {
+                let folded = self.folded()?;
+                let z = self.model().prepare(latents)?;
+                observer("latents", &z);
+                Ok(folded.forward(z, observer))
+            }
+        }
+    }
+
+    /// Decodes zeros of these sizes of latents, `(height, width)` in VAE space, and waits: kernels are compiled and weights
+    /// folded when it returns.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode), and [`Error::DeviceFailed`].
+    pub fn warm_up(&self, sizes: &[(usize, usize)], quality: Quality) -> Result<()> {
+        let device = self.device();
+        let channels = self.model().decoder_config().latent_channels;
+        for &(height, width) in sizes {
+            let latents = Tensor::zeros([1, channels, height, width], (&device, BurnDType::F32));
+            self.decode(Latents::vae(latents), quality)?;
+        }
+        device.sync().map_err(|error| Error::DeviceFailed {
+            device: device_name(&device),
+            reason: error.to_string(),
+        })
+    }
+
+    fn folded(&self) -> Result<&FoldedDecoder> {
+        if let Some(folded) = self.folded.get() {
+            return Ok(folded);
+        }
+        self.plan(Quality::High)?;
+        Ok(self.folded.get_or_init(|| FoldedDecoder::new(self.model())))
     }
 
     /// Stages that an observer is told of in one decode.

@@ -837,31 +837,6 @@ fn cuda_works_or_says_why_not() {
     }
 }
 
-/// For now. When high quality arrives, what it can't do on a device is still refused with reasons.
-#[test]
-fn quality_high_is_refused_not_replaced_by_lossless() {
-    let lab = Lab::new();
-    let file = lab.latents("z.safetensors", &Tensor::wave(&[1, 4, 7, 5]));
-    let run = lab.decode(&[
-        file,
-        "--vae",
-        &fixture("micro-sd"),
-        "--quality",
-        "high",
-        "-o",
-        "out.png",
-    ]);
-    run.refused(&["quality high is not available"]);
-    let reasons = run
-        .sentence()
-        .to_lowercase()
-        .split("quality high is not available")
-        .nth(1)
-        .unwrap()
-        .to_owned();
-    assert!(reasons.trim().len() > 10, "no reasons are given\n{run}");
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Usage
 

@@ -846,6 +846,29 @@ fn words_that_cannot_be_said_do_not_cost_the_picture() {
     read_picture(lab.path("one.png"));
 }
 
+/// The plan names what ran, and the image is the other quality's but for rounding.
+#[test]
+fn quality_high_runs_what_the_plan_says_and_matches_lossless() {
+    let lab = Lab::new();
+    let file = lab.latents("one.safetensors", &Tensor::wave(&[1, 4, 5, 9]));
+    let args = [file, "--vae", &fixture("micro-sd"), "--json", "--explain", "-o"];
+    let lossless = lab.decode(&[&args[..], &["lossless.safetensors"]].concat());
+    lossless.wrote(&["lossless.safetensors"]);
+    let high = lab.decode(&[&args[..], &["high.safetensors", "--quality", "high"]].concat());
+    high.wrote(&["high.safetensors"]);
+    assert!(lossless.stderr.contains("stock Burn operations"), "{lossless}");
+    assert!(
+        high.stderr.contains("fused") && !high.stderr.contains("stock"),
+        "{high}"
+    );
+    assert!(high.stdout.contains(r#""quality":"high""#), "{high}");
+    let (lossless, high) = (lab.raw_image("lossless.safetensors"), lab.raw_image("high.safetensors"));
+    let (lossless, high) = (lossless.values(), high.values());
+    let differences = lossless.iter().zip(&high).map(|(a, b)| (a - b).abs());
+    let largest = differences.fold(0.0, f32::max);
+    assert!(largest > 0.0 && largest <= 5e-5, "largest difference {largest}");
+}
+
 #[test]
 fn explain_prints_the_plan_and_changes_nothing() {
     let lab = Lab::new();

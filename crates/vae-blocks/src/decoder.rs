@@ -4,7 +4,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3};
+use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3, convolve};
 
 /// The decoder of AutoencoderKL and AutoencoderKLFlux2
 /// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/vae.py)).
@@ -57,7 +57,7 @@ impl Decoder {
     /// - `z`: `[batch, latent_channels, height, width]`
     /// - returns `[batch, out_channels, s * height, s * width]` in -1..1, `s` = 2^(up blocks - 1)
     pub fn forward(&self, z: Tensor<4>, observer: &mut Observer<'_>) -> Tensor<4> {
-        let x = self.conv_in.forward(z);
+        let x = convolve(&self.conv_in, z);
         observer("decoder.conv_in", &x);
         let mut x = self.mid_block.forward(x);
         observer("decoder.mid_block", &x);
@@ -65,7 +65,7 @@ impl Decoder {
             x = up_block.forward(x);
             observer(&format!("decoder.up_blocks.{i}"), &x);
         }
-        let x = self.conv_out.forward(self.conv_norm_out.forward_silu(x));
+        let x = convolve(&self.conv_out, self.conv_norm_out.forward_silu(x));
         observer("decoder.conv_out", &x);
         x
     }

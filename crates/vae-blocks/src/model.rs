@@ -3,7 +3,9 @@ use burn::{
     tensor::{Device, FloatDType, Tensor},
 };
 
-use crate::{Decoder, DecoderConfig, Error, Latents, Observer, Plan, Quality, Result};
+use vae_ops::support::{DeviceProfile, device_name};
+
+use crate::{Decoder, DecoderConfig, Error, Latents, Observer, Plan, Quality, Result, convolve};
 
 /// A family of VAEs: how its latents are normalised, around the [`Decoder`] that all share.
 pub trait VaeModel {
@@ -43,26 +45,23 @@ pub trait VaeModel {
     /// # Errors
     /// [`Error::QualityUnavailable`] with its reasons.
     fn plan(&self, quality: Quality) -> Result<Plan> {
-        let device = device_name(&self.device());
+        let device = DeviceProfile::of(&self.device());
         let has_post_quant_conv = self.post_quant_conv().is_some();
         Plan::new(
             self.decoder_config(),
             has_post_quant_conv,
-            device,
+            &device,
             self.dtype().into(),
             quality,
         )
     }
 
-    /// Decodes latents to images of `[batch, 3, height, width]` in -1..1, in the model's type, on its device.
-    ///
-    /// Enqueues the work and returns; nothing is synchronised or read back. `observer` is told of every stage.
+    /// Latents as the decoder takes them: checked, in VAE space, in the model's type.
     ///
     /// # Errors
     /// [`Error::InvalidLatents`] when the latents do not fit the model, are on another device, or are so large that
-    /// the device could not index an activation; [`Error::QualityUnavailable`] when `quality` is refused.
-    fn decode(&self, latents: Latents, quality: Quality, observer: &mut Observer<'_>) -> Result<Tensor<4>> {
-        self.plan(quality)?;
+    /// the device could not index an activation.
+    fn prepare(&self, latents: Latents) -> Result<Tensor<4>> {
         if latents.device() != self.device() {
             let reason = format!(
                 "they are on {} and the model is on {}",
@@ -73,20 +72,28 @@ pub trait VaeModel {
         }
         let dims = latents.dims();
         let z = self.to_vae_space(latents)?.cast(self.dtype());
-        observer("latents", &z);
         let elements = largest_activation(self.decoder_config(), z.dims());
         if is_indexed_in_32_bits(&self.device()) && elements.is_none_or(|elements| elements > i32::MAX as usize) {
             let reason = "an activation would have over 2^31 elements, more than this device indexes; use the CPU";
             return Err(Error::invalid_latents(&dims, reason));
         }
-        let z = match self.post_quant_conv() {
-            Some(conv) => {
-                let z = conv.forward(z);
-                observer("post_quant_conv", &z);
-                z
-            }
-            None => z,
-        };
+        Ok(z)
+    }
+
+    /// Decodes latents by stock operations ([`Quality::Lossless`]) to images of `[batch, 3, height, width]` in -1..1, in
+    /// the model's type, on its device.
+    ///
+    /// Enqueues the work and returns; nothing is synchronised or read back. `observer` is told of every stage.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare).
+    fn decode_lossless(&self, latents: Latents, observer: &mut Observer<'_>) -> Result<Tensor<4>> {
+        let mut z = self.prepare(latents)?;
+        observer("latents", &z);
+        if let Some(conv) = self.post_quant_conv() {
+            z = convolve(conv, z);
+            observer("post_quant_conv", &z);
+        }
         Ok(self.decoder().forward(z, observer))
     }
 }
@@ -112,17 +119,6 @@ fn is_indexed_in_32_bits(device: &Device) -> bool {
     device_name(device) != "cpu"
 }
 
-/// A device as users know it: `cpu`, else Burn's own words for it.
-pub fn device_name(device: &Device) -> String {
-    let debug = format!("{device:?}");
-    let name = debug.trim_start_matches("Device<").trim_end_matches('>');
-    if name.starts_with("Flex") {
-        "cpu".to_string()
-    } else {
-        name.to_string()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,10 +137,5 @@ mod tests {
         assert_eq!(largest_activation(&config, [1, 16, 64, 64]), Some(256 * 512 * 512));
         assert_eq!(largest_activation(&config, [2, 16, 1, 3]), Some(2 * 256 * 8 * 24));
         assert_eq!(largest_activation(&config, [usize::MAX, 16, 64, 64]), None);
-    }
-
-    #[test]
-    fn the_cpu_is_called_cpu() {
-        assert_eq!(device_name(&Device::flex()), "cpu");
     }
 }

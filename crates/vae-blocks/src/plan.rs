@@ -2,6 +2,8 @@ use std::fmt;
 
 use burn::tensor::DType;
 
+use vae_ops::support::{ConvEngine, DeviceProfile};
+
 use crate::{DecoderConfig, Error, Quality, Result};
 
 /// What runs at every site of a decode: on one device, in one type, at one quality.
@@ -26,6 +28,8 @@ pub struct SitePlan {
     pub site: Site,
     /// What was chosen.
     pub implementation: Implementation,
+    /// Why nothing faster was.
+    pub refused: Option<String>,
 }
 
 /// A place in the decoder where work is done.
@@ -59,42 +63,83 @@ pub enum Operation {
 pub enum Implementation {
     /// Burn's own operations, one after another.
     Stock,
+    /// Statistics and their application as one operation each, channels-last.
+    FusedNorm,
+    /// A convolution with bias and residual in its epilogue; an upsampling before it is folded into its weights.
+    FusedConv(ConvEngine),
+    /// Attention in chunks of queries, the output's projection folded into that of the values.
+    FusedAttention(ConvEngine),
 }
 
 impl Plan {
     /// The plan of a decoder with `config`, and `post_quant_conv` before it if the model has one, on a device.
     ///
     /// # Errors
-    /// [`Error::QualityUnavailable`] with the reasons, for [`Quality::High`] in this version.
+    /// [`Error::QualityUnavailable`] with the reasons, where the device or the type rules [`Quality::High`] out.
     pub fn new(
         config: &DecoderConfig,
         use_post_quant_conv: bool,
-        device: impl Into<String>,
+        device: &DeviceProfile,
         dtype: DType,
         quality: Quality,
     ) -> Result<Self> {
-        let sites = sites(config, use_post_quant_conv);
-        match quality {
-            Quality::Lossless => Ok(Self {
-                quality,
-                device: device.into(),
-                dtype,
-                sites: sites
-                    .into_iter()
-                    .map(|site| SitePlan {
-                        site,
-                        implementation: Implementation::Stock,
-                    })
-                    .collect(),
-            }),
-            Quality::High => Err(Error::QualityUnavailable {
-                quality: quality.name(),
-                reasons: vec![format!(
-                    "this version has no fused operation for any of the {} sites, pass --quality lossless",
-                    sites.len()
-                )],
-            }),
+        if quality == Quality::High {
+            let reasons = device.refusals(dtype);
+            if !reasons.is_empty() {
+                return Err(Error::QualityUnavailable {
+                    quality: quality.name(),
+                    reasons,
+                });
+            }
         }
+        let sites = sites(config, use_post_quant_conv)
+            .into_iter()
+            .map(|site| match quality {
+                Quality::Lossless => SitePlan {
+                    site,
+                    implementation: Implementation::Stock,
+                    refused: None,
+                },
+                Quality::High => fused(site, device, dtype),
+            });
+        Ok(Self {
+            quality,
+            device: device.name.clone(),
+            dtype,
+            sites: sites.collect(),
+        })
+    }
+}
+
+/// The fastest fused implementation of a site.
+fn fused(site: Site, device: &DeviceProfile, dtype: DType) -> SitePlan {
+    let engine = |channels_in, channels_out| device.conv_engine(dtype, channels_in, channels_out);
+    let (implementation, refused) = match site.operation {
+        Operation::Conv1x1 {
+            channels_in,
+            channels_out,
+        }
+        | Operation::Conv3x3 {
+            channels_in,
+            channels_out,
+        } => {
+            let (engine, refused) = engine(channels_in, channels_out);
+            (Implementation::FusedConv(engine), refused)
+        }
+        Operation::UpsampleConv3x3 { channels } => {
+            let (engine, refused) = engine(channels, channels);
+            (Implementation::FusedConv(engine), refused)
+        }
+        Operation::GroupNormSilu { .. } => (Implementation::FusedNorm, None),
+        Operation::Attention { channels } => {
+            let (engine, refused) = device.attention_engine(dtype, channels);
+            (Implementation::FusedAttention(engine), refused)
+        }
+    };
+    SitePlan {
+        site,
+        implementation,
+        refused,
     }
 }
 
@@ -195,13 +240,17 @@ impl fmt::Display for Plan {
             self.sites.len()
         )?;
         self.sites.iter().try_for_each(|plan| {
-            let SitePlan { site, implementation } = plan;
-            write!(
-                f,
-                "\n  {:<44} {:<30} {implementation}",
-                site.path,
-                site.operation.to_string()
-            )
+            let SitePlan {
+                site,
+                implementation,
+                refused,
+            } = plan;
+            let operation = site.operation.to_string();
+            write!(f, "\n  {:<44} {operation:<30} {implementation}", site.path)?;
+            match refused {
+                Some(reason) => write!(f, " ({reason})"),
+                None => Ok(()),
+            }
         })
     }
 }
@@ -228,6 +277,9 @@ impl fmt::Display for Implementation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stock => f.write_str("stock Burn operations"),
+            Self::FusedNorm => f.write_str("fused, two passes"),
+            Self::FusedConv(engine) => write!(f, "fused, {engine}"),
+            Self::FusedAttention(engine) => write!(f, "folded, in chunks, {engine}"),
         }
     }
 }
@@ -240,6 +292,8 @@ mod tests {
         module::{Module, ModuleVisitor, Param},
         tensor::{Device, Tensor},
     };
+
+    use vae_ops::support::{GpuProfile, Runtime};
 
     use super::*;
     use crate::Decoder;
@@ -332,12 +386,132 @@ mod tests {
         }
     }
 
+    const F16: DType = DType::F16;
+    const BF16: DType = DType::BF16;
+
+    fn profile(name: &str, runtime: Runtime, dtypes: &[DType]) -> DeviceProfile {
+        DeviceProfile {
+            name: name.to_string(),
+            runtime,
+            autodiff: false,
+            dtypes: dtypes.to_vec(),
+        }
+    }
+
+    fn h200() -> GpuProfile {
+        GpuProfile {
+            plane_sizes: (32, 32),
+            max_units: 1024,
+            shared_memory: 232_448,
+            tensor_core_dtypes: vec![F16, BF16],
+            multiprocessors: 132,
+            sm_90a: true,
+        }
+    }
+
+    fn engines(device: &DeviceProfile, dtype: DType) -> Vec<(String, Implementation, Option<String>)> {
+        let plan = Plan::new(&small(1, true), true, device, dtype, Quality::High).unwrap();
+        let row = |plan: SitePlan| (plan.site.path, plan.implementation, plan.refused);
+        plan.sites.into_iter().map(row).collect()
+    }
+
     #[test]
-    fn high_is_refused_with_a_reason_instead_of_running_lossless() {
-        let error = Plan::new(&small(1, true), true, "cpu", DType::F32, Quality::High).unwrap_err();
-        assert!(
-            error.to_string().starts_with("quality high is not available: "),
-            "{error}"
-        );
+    fn an_h200_runs_its_own_kernel_where_the_channels_allow() {
+        let device = profile("cuda", Runtime::Gpu(h200()), &[DType::F32, F16, BF16]);
+        let sites = engines(&device, BF16);
+        let of = |path: &str| sites.iter().find(|site| site.0 == path).unwrap().clone();
+        let (_, conv, refused) = of("decoder.mid_block.resnets.0.conv1");
+        assert_eq!((conv, refused), (Implementation::FusedConv(ConvEngine::Hopper), None));
+        assert_eq!(of("decoder.conv_out").1, Implementation::FusedConv(ConvEngine::Hopper));
+        // 4 channels in.
+        let (_, conv, refused) = of("decoder.conv_in");
+        assert_eq!(conv, Implementation::FusedConv(ConvEngine::TensorCore));
+        assert!(refused.unwrap().contains("multiples of 8 channels"));
+        assert_eq!(of("decoder.conv_norm_out").1, Implementation::FusedNorm);
+        let (_, conv, refused) = engines(&device, DType::F32).swap_remove(1);
+        assert_eq!(conv, Implementation::FusedConv(ConvEngine::MultiplyAdd));
+        assert_eq!(refused.as_deref(), Some("tensor cores would round f32"));
+    }
+
+    #[test]
+    fn an_ampere_runs_tensor_cores_and_says_why_not_the_hopper_kernel() {
+        let gpu = GpuProfile {
+            shared_memory: 101_376,
+            sm_90a: false,
+            ..h200()
+        };
+        let device = profile("cuda", Runtime::Gpu(gpu), &[DType::F32, F16, BF16]);
+        let (_, conv, refused) = engines(&device, F16).swap_remove(3);
+        assert_eq!(conv, Implementation::FusedConv(ConvEngine::TensorCore));
+        assert!(refused.unwrap().contains("sm_90"));
+    }
+
+    #[test]
+    fn a_device_without_tensor_cores_multiplies_and_adds() {
+        let gpu = GpuProfile {
+            plane_sizes: (8, 8),
+            shared_memory: 32_768,
+            tensor_core_dtypes: Vec::new(),
+            sm_90a: false,
+            ..h200()
+        };
+        let device = profile("vulkan", Runtime::Gpu(gpu.clone()), &[DType::F32, F16]);
+        for (_, implementation, refused) in engines(&device, F16) {
+            match implementation {
+                Implementation::FusedNorm => assert_eq!(refused, None),
+                Implementation::FusedConv(engine) | Implementation::FusedAttention(engine) => {
+                    assert_eq!(engine, ConvEngine::MultiplyAdd);
+                    assert!(refused.unwrap().contains("no tensor cores"));
+                }
+                Implementation::Stock => panic!("a stock site"),
+            }
+        }
+        // Planes that are not 32 wide rule the tensor-core kernel out.
+        let gpu = GpuProfile {
+            shared_memory: 65_536,
+            tensor_core_dtypes: vec![F16],
+            ..gpu
+        };
+        let device = profile("vulkan", Runtime::Gpu(gpu), &[DType::F32, F16]);
+        let (_, _, refused) = engines(&device, F16).swap_remove(3);
+        assert!(refused.unwrap().contains("planes of 32"));
+    }
+
+    #[test]
+    fn the_cpu_runs_its_own_loops() {
+        for (_, implementation, refused) in engines(&profile("cpu", Runtime::Cpu, &[DType::F32]), DType::F32) {
+            assert!(implementation != Implementation::Stock && refused.is_none());
+        }
+    }
+
+    /// Refused as a whole, with every reason, and never replaced by Lossless.
+    #[test]
+    fn high_is_refused_where_it_cannot_run() {
+        let refused = |device: &DeviceProfile, dtype| {
+            Plan::new(&small(1, true), true, device, dtype, Quality::Lossless).unwrap();
+            let error = Plan::new(&small(1, true), true, device, dtype, Quality::High).unwrap_err();
+            let Error::QualityUnavailable { reasons, .. } = error else {
+                panic!("{error}")
+            };
+            reasons
+        };
+        let lavapipe = GpuProfile {
+            tensor_core_dtypes: Vec::new(),
+            sm_90a: false,
+            ..h200()
+        };
+        let mut device = profile("vulkan", Runtime::Gpu(lavapipe), &[DType::F32]);
+        assert_eq!(refused(&device, BF16), ["vulkan does not compute in bf16"]);
+        device.autodiff = true;
+        assert_eq!(refused(&device, BF16).len(), 2);
+        assert!(refused(&device, DType::F32)[0].contains("no gradient"));
+        let other = profile("tch", Runtime::Other, &[DType::F32]);
+        assert!(refused(&other, DType::F32)[0].contains("no fused operations"));
+        let small = GpuProfile {
+            max_units: 128,
+            ..h200()
+        };
+        let small = profile("small", Runtime::Gpu(small), &[DType::F32]);
+        assert!(refused(&small, DType::F32)[0].contains("128 units"));
     }
 }

@@ -6,8 +6,8 @@ pub enum Quality {
     /// Stock Burn operations in the order of the original model, GroupNorm statistics in f32.
     #[default]
     Lossless,
-    /// The same mathematics re-associated and fused, by the fastest kernels the device has. Not available in this
-    /// version: it is refused, never replaced.
+    /// The same mathematics re-associated and fused, by the fastest kernels the device has. Where it cannot run it is
+    /// refused, never replaced.
     High,
 }
 

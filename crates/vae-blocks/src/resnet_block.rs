@@ -4,7 +4,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use crate::{GroupNorm, conv1x1, conv3x3};
+use crate::{GroupNorm, conv1x1, conv3x3, convolve};
 
 /// Two 3x3 convolutions with a residual connection
 /// ([diffusers' ResnetBlock2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/resnet.py)).
@@ -36,10 +36,10 @@ impl ResnetBlock {
 
     /// `[batch, channels_in, height, width]` to `[batch, channels_out, height, width]`.
     pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
-        let h = self.conv1.forward(self.norm1.forward_silu(x.clone()));
-        let h = self.conv2.forward(self.norm2.forward_silu(h));
+        let h = convolve(&self.conv1, self.norm1.forward_silu(x.clone()));
+        let h = convolve(&self.conv2, self.norm2.forward_silu(h));
         let x = match &self.conv_shortcut {
-            Some(shortcut) => shortcut.forward(x),
+            Some(shortcut) => convolve(shortcut, x),
             None => x,
         };
         h + x

@@ -4,7 +4,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use crate::conv3x3;
+use crate::{conv3x3, convolve};
 
 /// Nearest-neighbour doubling followed by a 3x3 convolution
 /// ([diffusers' Upsample2D](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/upsampling.py)).
@@ -24,6 +24,6 @@ impl Upsample {
 
     /// `[batch, channels, height, width]` to `[batch, channels, 2 * height, 2 * width]`.
     pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
-        self.conv.forward(vae_ops::upsample_nearest2x(x))
+        convolve(&self.conv, vae_ops::upsample_nearest2x(x))
     }
 }
