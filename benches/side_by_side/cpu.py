@@ -8,7 +8,7 @@ The model is full-size FLUX.1 with seeded random weights, so nothing is download
     venv/bin/python benches/side_by_side/cpu.py --size 512 --runs 5 \\
         --decode-bin target/release/decode --json cpu.json             # side by side
 
-Options of our decoder go in the same quotes: --decode-bin "target/release/decode --quality high".
+Our decoder runs in both qualities. Other options of it go in the same quotes: --decode-bin "target/release/decode -q".
 
 Every variant has processes of its own: PyTorch one for each variant, which loads the model
 once; our binary a new one for each run, which reports the time of the decode without the
@@ -33,7 +33,8 @@ from typing import Any
 from common import FLUX1, REDUCTION, child, commit, cpu_name, task_of, to_vae_space
 
 WEIGHTS, LATENTS = "diffusion_pytorch_model.safetensors", "latents.safetensors"
-REFERENCE, OURS = "torch.safetensors", "out.safetensors"
+REFERENCE = "torch.safetensors"
+QUALITIES = ("lossless", "high")
 
 
 # In processes of their own: what needs torch.
@@ -113,13 +114,13 @@ class Torch:
 
 
 class Ours:
-    """Our binary, a new process for each run."""
+    """Our binary in one quality, a new process for each run."""
 
-    name = "burn-vae"
-
-    def __init__(self, binary: str, folder: Path, threads: int) -> None:
-        self.command = shlex.split(binary) + [str(folder / LATENTS), "--vae", str(folder)]
-        self.command += "--device cpu --dtype f32 --json --force -o".split() + [str(folder / OURS)]
+    def __init__(self, binary: str, quality: str, folder: Path, threads: int) -> None:
+        self.name = f"burn-vae, {quality}"
+        self.image = folder / f"{quality}.safetensors"
+        self.command = shlex.split(binary) + [str(folder / LATENTS), "--vae", str(folder), "--quality", quality]
+        self.command += "--device cpu --dtype f32 --json --force -o".split() + [str(self.image)]
         self.environment = os.environ | {"RAYON_NUM_THREADS": str(threads)}
 
     def run(self) -> dict[str, Any]:
@@ -137,12 +138,12 @@ class Ours:
         pass
 
 
-def difference(folder: Path) -> dict[str, float | None]:
-    """Our image against PyTorch's: the pixels are in -1..1, so the range is 2. PSNR is null if they are equal."""
+def difference(folder: Path, image: Path) -> dict[str, float | None]:
+    """An image against PyTorch's: the pixels are in -1..1, so the range is 2. PSNR is null if they are equal."""
     import numpy
     from safetensors.numpy import load_file
 
-    expected, actual = (load_file(folder / name)["image"].astype(numpy.float64) for name in (REFERENCE, OURS))
+    expected, actual = (load_file(path)["image"].astype(numpy.float64) for path in (folder / REFERENCE, image))
     if expected.shape != actual.shape:
         sys.exit(f"the image has the shape {actual.shape}, PyTorch's {expected.shape}")
     squared = float(numpy.mean((expected - actual) ** 2))
@@ -159,7 +160,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     variants: list[Torch | Ours] = [Torch(folder, options.threads, last) for last in (False, True)]
     if options.decode_bin:
-        variants.append(Ours(options.decode_bin, folder, options.threads))
+        variants += [Ours(options.decode_bin, quality, folder, options.threads) for quality in QUALITIES]
     first = {variant.name: variant.run() for variant in variants}
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     for repetition in range(options.runs):
@@ -190,11 +191,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
           f"commit {report['commit']}; {report['date']}.")
     print(f"Peak is the process's ru_maxrss; PyTorch's imports alone take "
           f"{first['PyTorch']['imports_kib'] / 1024:.0f} MiB of it.")
-    if options.decode_bin:
-        report["accuracy"] = difference(folder)
-        own_peak = max(run["own_peak"] or 0 for run in results[Ours.name])
-        psnr = report["accuracy"]["psnr_db"]
-        print(f"burn-vae against PyTorch: max abs error {report['accuracy']['max_abs_error']:.3g}, PSNR "
+    ours = [variant for variant in variants if isinstance(variant, Ours)]
+    report["accuracy"] = {variant.name: difference(folder, variant.image) for variant in ours}
+    for variant in ours:
+        accuracy = report["accuracy"][variant.name]
+        own_peak = max(run["own_peak"] or 0 for run in results[variant.name])
+        psnr = accuracy["psnr_db"]
+        print(f"{variant.name} against PyTorch: max abs error {accuracy['max_abs_error']:.3g}, PSNR "
               f"{'infinite' if psnr is None else f'{psnr:.1f} dB'} (range 2); peak by its own count "
               f"{f'{own_peak / 2**20:.0f} MiB' if own_peak else 'unknown'}.")
     return report
