@@ -98,7 +98,9 @@ fn convolution(rig: &Rig, kind: ConvKind, [n, h, w, i, o]: [usize; 5], residual:
     let result = if residual {
         let (added, added_ref) = rig.pair(expected.dims(), 4, 1.0);
         expected = expected + added_ref;
-        layer.forward_measured(channels_last(x), Some(channels_last(added))).x
+        layer
+            .forward_measured(channels_last(x), Some(channels_last(added)))
+            .into_activation()
     } else {
         layer.forward(channels_last(x))
     };
@@ -117,6 +119,7 @@ fn convolutions(rig: &Rig, shapes: &[[usize; 5]]) {
         convolution(rig, ConvKind::Square, shape, false);
         convolution(rig, ConvKind::Square, shape, true);
         convolution(rig, ConvKind::Upsample, shape, false);
+        convolution(rig, ConvKind::Upsample, shape, true);
     }
 }
 
@@ -128,6 +131,7 @@ fn group_norms(rig: &Rig) {
         ([1, 32, 33, 31], 32, 0.0),
         ([1, 128, 40, 41], 32, 0.0),
         ([1, 4, 1, 1], 2, 0.0),
+        ([1, 1030, 3, 2], 1, 0.0),
         ([1, 64, 16, 19], 32, 1e3),
     ] {
         // Half precision cannot hold a mean of 1000 with a variance of 1.

@@ -137,16 +137,20 @@ impl VaeDecoder {
         match quality {
             Quality::Lossless => self.model().decode_lossless(latents, observer),
             Quality::High => {
-                let folded = self.folded()?;
+                // Folding takes time and memory: everything is refused before it.
+                if self.folded.get().is_none() {
+                    self.plan(Quality::High)?;
+                }
                 let z = self.model().prepare(latents)?;
+                let folded = self.folded.get_or_init(|| FoldedDecoder::new(self.model()));
                 observer("latents", &z);
                 Ok(folded.forward(z, observer))
             }
         }
     }
 
-    /// Decodes zeros of these sizes of latents, `(height, width)` in VAE space, and waits: kernels are compiled and weights
-    /// folded when it returns.
+    /// Decodes zeros of these sizes of latents, `(height, width)` in VAE space, and waits: for single images of these sizes,
+    /// kernels are compiled and weights folded when it returns.
     ///
     /// # Errors
     /// As [`decode`](Self::decode), and [`Error::DeviceFailed`].
@@ -161,14 +165,6 @@ impl VaeDecoder {
             device: device_name(&device),
             reason: error.to_string(),
         })
-    }
-
-    fn folded(&self) -> Result<&FoldedDecoder> {
-        if let Some(folded) = self.folded.get() {
-            return Ok(folded);
-        }
-        self.plan(Quality::High)?;
-        Ok(self.folded.get_or_init(|| FoldedDecoder::new(self.model())))
     }
 
     /// Stages that an observer is told of in one decode.

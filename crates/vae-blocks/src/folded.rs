@@ -72,7 +72,7 @@ impl FoldedDecoder {
             observe("post_quant_conv", &z);
         }
         let mut h = self.conv_in.forward_measured(z, None);
-        observe("decoder.conv_in", &h.x);
+        observe("decoder.conv_in", h.activation());
         let mut attentions = self.mid_attentions.iter();
         for resnet in &self.mid_resnets {
             h = resnet.forward(h);
@@ -80,15 +80,15 @@ impl FoldedDecoder {
                 h = attention.forward(h).into();
             }
         }
-        observe("decoder.mid_block", &h.x);
+        observe("decoder.mid_block", h.activation());
         for (i, block) in self.up_blocks.iter().enumerate() {
             for resnet in &block.resnets {
                 h = resnet.forward(h);
             }
             for upsample in &block.upsamplers {
-                h = upsample.forward_measured(h.x, None);
+                h = upsample.forward_measured(h.into_activation(), None);
             }
-            observe(&format!("decoder.up_blocks.{i}"), &h.x);
+            observe(&format!("decoder.up_blocks.{i}"), h.activation());
         }
         let image = self.conv_out.forward(self.conv_norm_out.forward_silu(h));
         observe("decoder.conv_out", &image);
@@ -109,8 +109,8 @@ impl FoldedResnet {
 
     fn forward(&self, x: Measured) -> Measured {
         let residual = match &self.conv_shortcut {
-            Some(shortcut) => shortcut.forward(x.x.clone()),
-            None => x.x.clone(),
+            Some(shortcut) => shortcut.forward(x.activation().clone()),
+            None => x.activation().clone(),
         };
         let h = self.conv1.forward_measured(self.norm1.forward_silu(x), None);
         self.conv2.forward_measured(self.norm2.forward_silu(h), Some(residual))

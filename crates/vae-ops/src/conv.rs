@@ -1,6 +1,6 @@
 use burn::{
-    backend::{Backend, Dispatch, TensorMetadata, backend_extension, ops::ConvOptions, tensor::FloatTensor},
-    tensor::Tensor,
+    backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor},
+    tensor::{DType, Tensor, module, ops::ConvOptions},
 };
 
 /// Convolution of `[batch, channels_in, height, width]` with `[channels_out, channels_in, k, k]`, stride 1, padding `k / 2`,
@@ -10,28 +10,26 @@ use burn::{
 /// on real pictures. Here half precision takes the implicit GEMM of cubek, Burn's kernel library, on tensor cores, else
 /// Burn's direct kernel in f32.
 pub fn conv2d(x: Tensor<4>, weight: Tensor<4>, bias: Tensor<1>) -> Tensor<4> {
+    // Only GPUs need it; gradients and other backends are Burn's own business.
+    if x.dtype() == DType::F32 || !crate::support::is_gpu(&x.device()) {
+        let padding = weight.dims()[2] / 2;
+        return module::conv2d(
+            x,
+            weight,
+            Some(bias),
+            ConvOptions::new([1, 1], [padding, padding], [1, 1], 1),
+        );
+    }
     let (weight, bias) = (weight.into_dispatch(), bias.into_dispatch());
     Tensor::from_dispatch(Dispatch::conv2d_f32_sums(x.into_dispatch(), weight, bias))
 }
 
-/// What [`conv2d`] asks of a backend.
-#[backend_extension(Cube: cfg(feature = "gpu"), Flex: cfg(feature = "flex"))]
+/// What [`conv2d`] asks of a GPU's backend.
+#[backend_extension(Cube: cfg(feature = "gpu"))]
 pub trait StockOps: Backend {
-    /// As [`conv2d`]; the default is the backend's own convolution.
-    fn conv2d_f32_sums(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: FloatTensor<Self>) -> FloatTensor<Self> {
-        let padding = padding(&weight);
-        let options = ConvOptions::new([1, 1], [padding, padding], [1, 1], 1);
-        Self::conv2d(x, weight, Some(bias), options)
-    }
+    /// [`conv2d`] of half precision.
+    fn conv2d_f32_sums(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: FloatTensor<Self>) -> FloatTensor<Self>;
 }
-
-/// The padding that keeps the size.
-fn padding(weight: &impl TensorMetadata) -> usize {
-    weight.shape()[2] / 2
-}
-
-#[cfg(feature = "flex")]
-impl StockOps for burn_flex::Flex {}
 
 #[cfg(feature = "gpu")]
 mod gpu {
@@ -41,7 +39,7 @@ mod gpu {
             ops::{ConvOptions, FloatTensorOps, ModuleOps},
             tensor::FloatTensor,
         },
-        tensor::{DType, FloatDType},
+        tensor::FloatDType,
     };
     use burn_cubecl::{
         CubeBackend,
@@ -57,7 +55,7 @@ mod gpu {
         std::InputBinding,
     };
 
-    use super::{StockOps, padding};
+    use super::StockOps;
     use crate::support::{ConvEngine, GpuProfile};
 
     impl StockOps for CubeBackend {
@@ -66,13 +64,12 @@ mod gpu {
             weight: FloatTensor<Self>,
             bias: FloatTensor<Self>,
         ) -> FloatTensor<Self> {
-            if x.dtype != DType::F32
-                && GpuProfile::of(&x.client).product_engine(x.dtype).0 == ConvEngine::TensorCore
+            if GpuProfile::of(&x.client).product_engine(x.dtype).0 == ConvEngine::TensorCore
                 && let Ok(y) = implicit_gemm(&x, &weight, &bias)
             {
                 return y;
             }
-            let padding = padding(&weight);
+            let padding = weight.meta.shape()[2] / 2;
             let options = ConvOptions::new([1, 1], [padding, padding], [1, 1], 1);
             let dtype = FloatDType::from(x.dtype);
             let wide = |tensor| Self::float_cast(tensor, FloatDType::F32);
@@ -89,7 +86,7 @@ mod gpu {
 
     /// The convolution as a matrix product on tensor cores, if this device has one for these shapes.
     fn implicit_gemm(x: &CubeTensor, weight: &CubeTensor, bias: &CubeTensor) -> Result<CubeTensor, ConvSetupError> {
-        let padding = padding(weight);
+        let padding = weight.meta.shape()[2] / 2;
         let dtype = dtype_to_storage_type(x.dtype);
         let input = |tensor: &CubeTensor| InputBinding::new(permute_nchw_to_nhwc(tensor.clone()).binding(), dtype);
         let [batch, _, height, width] = x.meta.shape().dims();

@@ -121,9 +121,20 @@ pub trait FusedOps: Backend {
 /// An activation, with its moments where the operation that made it delivered them.
 #[derive(Debug, Clone)]
 pub struct Measured {
-    /// `[batch, height, width, channels]`
-    pub x: Tensor<4>,
+    x: Tensor<4>,
     moments: Option<Tensor<4>>,
+}
+
+impl Measured {
+    /// `[batch, height, width, channels]`
+    pub fn activation(&self) -> &Tensor<4> {
+        &self.x
+    }
+
+    /// The activation alone.
+    pub fn into_activation(self) -> Tensor<4> {
+        self.x
+    }
 }
 
 impl From<Tensor<4>> for Measured {
@@ -143,10 +154,13 @@ fn optional<const D: usize>(tensor: Option<Tensor<D>>) -> OptionalTensor<Dispatc
 pub struct ConvWeight {
     packed: Packed,
     spec: ConvSpec,
+    channels_in: usize,
+    dtype: FloatDType,
 }
 
 /// Weights and bias as the device wants them.
 #[derive(Debug, Clone)]
+#[allow(clippy::large_enum_variant, reason = "a model has a few dozen")]
 enum Packed {
     #[cfg(feature = "flex")]
     Cpu {
@@ -198,7 +212,7 @@ impl ConvWeight {
     }
 
     fn folded(kind: ConvKind, weight: Tensor<4>, bias: Tensor<1>, dtype: FloatDType) -> Self {
-        let channels_out = weight.dims()[0];
+        let [channels_out, channels_in, ..] = weight.dims();
         Self {
             packed: Packed::new(kind, weight, bias, dtype),
             spec: ConvSpec {
@@ -206,11 +220,17 @@ impl ConvWeight {
                 channels_out,
                 measure: false,
             },
+            channels_in,
+            dtype,
         }
     }
 
     /// `[batch, height, width, channels_in]` to `[batch, height, width, channels_out]`, twice as high and wide for
     /// [`ConvKind::Upsample`].
+    ///
+    /// # Panics
+    /// If channels, type or the residual's shape do not fit, and on devices that
+    /// [`DeviceProfile::refusals`](crate::support::DeviceProfile::refusals) has reasons for.
     pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
         self.run(x, None, false).x
     }
@@ -221,6 +241,17 @@ impl ConvWeight {
     }
 
     fn run(&self, x: Tensor<4>, residual: Option<Tensor<4>>, measure: bool) -> Measured {
+        // Kernels take lengths and types from here unchecked.
+        let [batch, height, width, channels_in] = x.dims();
+        assert!(x.shape().num_elements() > 0, "a convolution of an empty tensor");
+        assert_eq!(channels_in, self.channels_in, "channels of the input");
+        assert_eq!(FloatDType::from(x.dtype()), self.dtype, "type of the input");
+        if let Some(residual) = &residual {
+            let scale = self.spec.kind.phases();
+            let dims = [batch, scale * height, scale * width, self.spec.channels_out];
+            assert_eq!(residual.dims(), dims, "shape of the residual");
+            assert_eq!(residual.dtype(), x.dtype(), "type of the residual");
+        }
         match &self.packed {
             #[cfg(feature = "flex")]
             Packed::Cpu { weight, bias } => crate::cpu::convolve(weight, bias, x, residual).into(),
@@ -271,6 +302,14 @@ impl NormWeight {
     }
 
     fn run(&self, Measured { x, moments }: Measured, silu: bool) -> Tensor<4> {
+        let channels = x.dims()[3];
+        assert!(x.shape().num_elements() > 0, "a norm of an empty tensor");
+        assert_eq!([channels], self.weight.dims(), "channels of the input");
+        assert!(
+            channels.is_multiple_of(self.groups),
+            "{channels} channels in {} groups",
+            self.groups
+        );
         #[cfg(feature = "flex")]
         if is_cpu(&x.device()) {
             let (weight, bias) = (self.weight.clone(), self.bias.clone());

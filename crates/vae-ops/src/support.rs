@@ -234,6 +234,16 @@ impl fmt::Display for ConvEngine {
     }
 }
 
+/// Whether a device is one of CubeCL's GPUs, and does not track gradients: what backend extensions of GPUs run on.
+pub(crate) fn is_gpu(device: &Device) -> bool {
+    #[cfg(feature = "gpu")]
+    if let DispatchDevice::Cube(_) = device.as_dispatch() {
+        return !device.is_autodiff();
+    }
+    let _ = device;
+    false
+}
+
 /// A device as users know it: `cpu`, else Burn's own words for it.
 pub fn device_name(device: &Device) -> String {
     let debug = format!("{device:?}");

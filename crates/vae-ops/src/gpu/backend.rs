@@ -59,6 +59,7 @@ impl FusedOps for CubeBackend {
         spec: NormSpec,
     ) -> FloatTensor<Self> {
         let x = into_contiguous(x);
+        let (weight, bias) = (into_contiguous(weight), into_contiguous(bias));
         let y = empty_like(&x, x.shape(), x.dtype);
         let rows = rows(&x);
         let moments = match moments {
@@ -87,6 +88,7 @@ impl FusedOps for CubeBackend {
         bias: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
         let (x, normalized) = (into_contiguous(x), into_contiguous(normalized));
+        let (projection_bias, bias) = (into_contiguous(projection_bias), into_contiguous(bias));
         let [batch, height, width, channels] = dims(&x);
         let out = empty_like(&x, x.shape(), x.dtype);
         let profile = GpuProfile::of(&x.client);
@@ -152,7 +154,7 @@ fn conv(
     residual: Option<CubeTensor>,
     spec: ConvSpec,
 ) -> ConvOutput<CubeBackend> {
-    let x = into_contiguous(x);
+    let (x, bias) = (into_contiguous(x), into_contiguous(bias));
     let [batch, height, width, channels_in] = dims(&x);
     let channels_out = spec.channels_out;
     let (phases, taps) = (spec.kind.phases(), spec.kind.taps());
@@ -165,7 +167,7 @@ fn conv(
     let residual = residual.as_ref().map(|residual| &residual.handle);
     let engine = match profile.conv_engine(x.dtype, channels_in, channels_out).0 {
         #[cfg(feature = "hopper")]
-        ConvEngine::Hopper if channels_out.is_multiple_of(8) => {
+        ConvEngine::Hopper if channels_out.is_multiple_of(8) && (phases == 1 || residual.is_none()) => {
             let moments = HopperConv {
                 dtype: elem(x.dtype),
                 half: half(x.dtype),
@@ -195,7 +197,7 @@ fn conv(
             return ConvOutput { y, moments };
         }
         #[cfg(feature = "hopper")]
-        ConvEngine::Hopper if phases == 1 && residual.is_none() => {
+        ConvEngine::Hopper if channels_out < 8 && phases == 1 && residual.is_none() => {
             HopperNarrowConv {
                 dtype: elem(x.dtype),
                 half: half(x.dtype),

@@ -451,6 +451,8 @@ fn implicit_gemm_kernel<E: Float, O: Float, V: Size, W: Size>(
             }
             let x_base = block % 2 * x_size;
             let weight_base = block % 2 * weight_size;
+            // Unrolled for speed, and because Mesa's lavapipe ends a shader after 65,535 iterations in all.
+            #[unroll]
             for k in 0..comptime!(tiling.depth) {
                 let mut x_values = Array::<f32>::new(comptime!(row_items as usize));
                 #[unroll]
@@ -743,20 +745,20 @@ impl Gemm<'_> {
             self.weight.offset + (phases * self.weight_rows - 1) * self.weight.stride + taps * self.channels_in;
         let out_len = self.out.offset + (rows * phases - 1) * self.out.stride + self.channels_out;
         let problem = ProblemLaunch::new(
-            rows as u32,
-            self.height as u32,
-            self.width as u32,
-            self.channels_out as u32,
-            self.weight_rows as u32,
-            self.channels_in as u32,
-            self.x.offset as u32,
-            self.x.stride as u32,
-            self.weight.offset as u32,
-            self.weight.stride as u32,
-            self.out.offset as u32,
-            self.out.stride as u32,
-            row_tiles as u32,
-            column_tiles as u32,
+            index(rows),
+            index(self.height),
+            index(self.width),
+            index(self.channels_out),
+            index(self.weight_rows),
+            index(self.channels_in),
+            index(self.x.offset),
+            index(self.x.stride),
+            index(self.weight.offset),
+            index(self.weight.stride),
+            index(self.out.offset),
+            index(self.out.stride),
+            index(row_tiles),
+            index(column_tiles),
         );
         let cube_dim = CubeDim::new_1d(UNITS);
         let cubes = row_tiles * column_tiles * phases;
@@ -787,6 +789,11 @@ impl Gemm<'_> {
             )
         }
     }
+}
+
+/// A size or an offset as kernels count them.
+fn index(value: usize) -> u32 {
+    u32::try_from(value).expect("a product of tensors that callers keep below 2^31 elements")
 }
 
 fn gcd(a: usize, b: usize) -> usize {

@@ -136,11 +136,14 @@ fn group_coefficients_kernel(
     let mut count = 0.0f32;
     let mut sum = 0.0f32;
     let mut squares = 0.0f32;
-    // A unit stays with a channel and takes every so many parts.
-    let lanes = units / group_channels;
-    let channel = UNIT_POS % group_channels;
+    // Units share the channels first, then the parts.
+    let lanes = u32::max(units / group_channels, 1);
     let lane = UNIT_POS / group_channels;
-    if lane < lanes && lane < parts {
+    let mut end = group_channels;
+    if lane >= lanes || lane >= parts {
+        end = 0u32;
+    }
+    for channel in range_stepped(UNIT_POS % group_channels, end, units) {
         let step = lanes as usize * comptime!(MOMENTS) * plane;
         let first = base + lane as usize * comptime!(MOMENTS) * plane + channel as usize;
         let items = (parts - lane).div_ceil(lanes);
@@ -193,10 +196,10 @@ fn group_coefficients_kernel(
     let deviation = sums[0] / counts[0];
     let mean = shift + deviation;
     let variance = f32::max(all_squares[0] / counts[0] - deviation * deviation, 0.0);
-    let mut deviation_inverse = 1.0 / f32::sqrt(variance + epsilon);
     // An overflow must show in the image, not become zeros.
-    if !(all_squares[0] < 3.0e38) {
-        deviation_inverse = nan;
+    let mut deviation_inverse = nan;
+    if all_squares[0] < 3.0e38 {
+        deviation_inverse = 1.0 / f32::sqrt(variance + epsilon);
     }
     for item in range_stepped(UNIT_POS, group_channels, units) {
         let channel = first_channel + item;
@@ -311,7 +314,7 @@ pub(super) fn channel_moments(client: &Client, x: &Rows) -> Moments {
     Moments { handle: moments, parts }
 }
 
-/// Normalises `x` with its own moments into `y`, which may be the same buffer.
+/// Normalises `x` with its own moments into `y`.
 pub(super) fn group_norm(
     client: &Client,
     x: &Rows,
