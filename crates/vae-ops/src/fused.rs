@@ -26,6 +26,7 @@ pub enum ConvKind {
 
 impl ConvKind {
     /// Taps on each axis, after folding.
+    #[cfg(feature = "gpu")]
     pub(crate) fn taps(self) -> usize {
         match self {
             Self::Point => 1,
@@ -85,6 +86,7 @@ pub struct ConvOutput<B: Backend> {
 }
 
 /// The fused operations of a GPU's backend; [`crate::fused`] has their meaning.
+#[cfg_attr(not(feature = "gpu"), allow(unused_variables, reason = "no backend takes them"))]
 #[backend_extension(Cube: cfg(feature = "gpu"))]
 pub trait FusedOps: Backend {
     /// Folds and lays out `[channels_out, channels_in, k, k]`; the result is the backend's own.
