@@ -86,7 +86,6 @@ pub struct ConvOutput<B: Backend> {
 }
 
 /// The fused operations of a GPU's backend; [`crate::fused`] has their meaning.
-#[cfg_attr(not(feature = "gpu"), allow(unused_variables, reason = "no backend takes them"))]
 #[backend_extension(Cube: cfg(feature = "gpu"))]
 pub trait FusedOps: Backend {
     /// Folds and lays out `[channels_out, channels_in, k, k]`; the result is the backend's own.

@@ -7,6 +7,10 @@ mod attention;
 mod conv;
 #[cfg(feature = "flex")]
 mod cpu;
+#[cfg_attr(
+    not(feature = "gpu"),
+    allow(unused_variables, reason = "no backend takes what is dispatched")
+)]
 pub mod fused;
 #[cfg(feature = "gpu")]
 mod gpu;
