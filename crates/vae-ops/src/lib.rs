@@ -1,7 +1,7 @@
 //! Operations of a VAE decoder on Burn tensors; this crate knows nothing of models or files.
 //!
-//! Each operation is written out of stock Burn ops, in the order of the original model. They are what
-//! `Quality::Lossless` runs and what faster forms are measured against.
+//! Those at the top are Burn's own operations in the order of the original model: what `Quality::Lossless` runs, and what
+//! the [`fused`] ones, which `Quality::High` runs, are measured against. [`support`] tells what a device can run.
 
 mod attention;
 mod conv;
