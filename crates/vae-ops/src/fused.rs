@@ -180,7 +180,7 @@ impl Packed {
         #[cfg(feature = "flex")]
         if is_cpu(&weight.device()) {
             let [channels_out, channels_in, ..] = weight.dims();
-            let weight = crate::cpu::ConvWeights::pack(kind.into(), &floats(weight), channels_out, channels_in);
+            let weight = crate::cpu::ConvWeights::pack(kind, &floats(weight), channels_out, channels_in);
             return Self::Cpu {
                 weight: Arc::new(weight),
                 bias: floats(bias).into(),
@@ -395,17 +395,6 @@ impl AttentionWeight {
                 bias.clone().into_dispatch(),
                 self.bias.clone().into_dispatch(),
             )),
-        }
-    }
-}
-
-#[cfg(feature = "flex")]
-impl From<ConvKind> for crate::cpu::ConvKind {
-    fn from(kind: ConvKind) -> Self {
-        match kind {
-            ConvKind::Point => Self::Conv1x1,
-            ConvKind::Square => Self::Conv3x3,
-            ConvKind::Upsample => Self::UpsampleConv3x3,
         }
     }
 }

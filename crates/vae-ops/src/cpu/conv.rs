@@ -11,33 +11,13 @@ use super::Element;
 use super::gemm::{Multiply, RightLayout, row_groups};
 use super::method::{Direct, Method, Taps, Upsample, Winograd};
 use super::simd::{Isa, LINE, Line, floats_mut, lines, vectors, vectors_mut};
+use crate::fused::ConvKind;
 
-/// What a convolution does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConvKind {
-    /// 1x1.
-    Conv1x1,
-    /// 3x3, padding 1.
-    Conv3x3,
-    /// Nearest-neighbour upsampling by two, then 3x3, padding 1, on the small image.
-    UpsampleConv3x3,
-}
-
-impl ConvKind {
-    /// Weights for each pair of channels.
-    fn taps(self) -> usize {
-        match self {
-            Self::Conv1x1 => 1,
-            Self::Conv3x3 | Self::UpsampleConv3x3 => 9,
-        }
-    }
-
-    /// Output pixels for each input pixel, in each direction.
-    pub fn scale(self) -> usize {
-        match self {
-            Self::Conv1x1 | Self::Conv3x3 => 1,
-            Self::UpsampleConv3x3 => 2,
-        }
+/// Weights for each pair of channels, before anything is folded.
+fn taps(kind: ConvKind) -> usize {
+    match kind {
+        ConvKind::Point => 1,
+        ConvKind::Square | ConvKind::Upsample => 9,
     }
 }
 
@@ -68,7 +48,7 @@ impl ConvWeights {
     }
 
     pub(super) fn pack_for(isa: Isa, kind: ConvKind, weight: &[f32], channels_out: usize, channels_in: usize) -> Self {
-        let taps = kind.taps();
+        let taps = taps(kind);
         assert!(
             channels_in > 0 && channels_out > 0,
             "a convolution of {channels_in} to {channels_out} channels"
@@ -127,7 +107,7 @@ impl ConvWeights {
         let mut data = zeroed_vec::<Line>(depth * lines(self.channels_out) * M::PRODUCTS);
         let pieces = data
             .par_chunks_mut(depth * CHANNELS_OUT * M::PRODUCTS)
-            .zip(self.data.par_chunks(depth * CHANNELS_OUT * self.kind.taps()));
+            .zip(self.data.par_chunks(depth * CHANNELS_OUT * taps(self.kind)));
         pieces.for_each(|(to, taps)| {
             self.isa.run(TransformWeights::<M> {
                 depth,
@@ -179,7 +159,7 @@ impl<M: Method> WithSimd for TransformWeights<'_, M> {
 /// - `x`: `[batch, height, width, channels_in]`
 /// - `bias`: `[channels_out]`
 /// - `y` and `residual`: `[batch, height, width, channels_out]`, twice as high and wide for
-///   [`ConvKind::UpsampleConv3x3`]
+///   [`ConvKind::Upsample`]
 ///
 /// The bits do not depend on the number of threads. While it runs it takes, with 512 channels, up to 6 MiB a thread, and 36 MiB
 /// for what takes the place of 3x3 weights.
@@ -194,7 +174,7 @@ pub fn conv<E: Element>(
     residual: Option<&[E]>,
     y: &mut [E],
 ) {
-    let scale = weights.kind.scale();
+    let scale = weights.kind.phases();
     let length = |scale: usize, channels: usize| {
         [batch, scale, height, scale, width, channels]
             .into_iter()
@@ -222,10 +202,10 @@ pub fn conv<E: Element>(
         weights,
     };
     match weights.kind {
-        ConvKind::Conv1x1 => image.convolve::<Direct<1>>(&weights.data, y),
-        ConvKind::Conv3x3 if image.winograd_pays() => image.convolve::<Winograd>(&weights.transform::<Winograd>(), y),
-        ConvKind::Conv3x3 => image.convolve::<Direct<3>>(&weights.data, y),
-        ConvKind::UpsampleConv3x3 => image.convolve::<Upsample>(&weights.transform::<Upsample>(), y),
+        ConvKind::Point => image.convolve::<Direct<1>>(&weights.data, y),
+        ConvKind::Square if image.winograd_pays() => image.convolve::<Winograd>(&weights.transform::<Winograd>(), y),
+        ConvKind::Square => image.convolve::<Direct<3>>(&weights.data, y),
+        ConvKind::Upsample => image.convolve::<Upsample>(&weights.transform::<Upsample>(), y),
     }
 }
 
@@ -263,7 +243,7 @@ struct Scratch {
 impl<E: Element> Images<'_, E> {
     /// Height and width of the output.
     fn size_out(&self) -> [usize; 2] {
-        [self.height, self.width].map(|size| size * self.weights.kind.scale())
+        [self.height, self.width].map(|size| size * self.weights.kind.phases())
     }
 
     /// Tiles in each direction.
@@ -549,7 +529,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use ConvKind::{Conv1x1, Conv3x3, UpsampleConv3x3};
+    use ConvKind::{Point, Square, Upsample};
 
     /// What a convolution is called with.
     #[derive(Clone, Debug)]
@@ -603,12 +583,12 @@ mod tests {
 
         fn size_out(&self) -> usize {
             let [batch, height, width] = self.size;
-            batch * height * width * self.kind.scale() * self.kind.scale() * self.channels_out
+            batch * height * width * self.kind.phases() * self.kind.phases() * self.channels_out
         }
 
         /// As large as they must be for outputs near one.
         fn weight(&self) -> Vec<f32> {
-            let taps = self.kind.taps();
+            let taps = taps(self.kind);
             let scale = (3.0 / (taps * self.channels_in) as f32).sqrt();
             let weight = values(self.seed, self.channels_out * self.channels_in * taps);
             weight.into_iter().map(|value| value * scale).collect()
@@ -670,8 +650,8 @@ mod tests {
         fn expected<E: Element>(&self) -> Vec<f64> {
             let (weight, bias, x) = (self.weight(), self.bias(), widened(&self.x::<E>()));
             let residual = self.residual::<E>().map(|residual| widened(&residual));
-            let side = if self.kind.taps() == 1 { 1 } else { 3 };
-            let scale = self.kind.scale();
+            let side = if taps(self.kind) == 1 { 1 } else { 3 };
+            let scale = self.kind.phases();
             let [batch, height, width] = self.size;
             let mut y = Vec::with_capacity(self.size_out());
             for image in 0..batch {
@@ -735,7 +715,7 @@ mod tests {
             (512, 130),
         ];
         for (index, (channels_in, channels_out)) in channels.into_iter().enumerate() {
-            for kind in [Conv1x1, Conv3x3, UpsampleConv3x3] {
+            for kind in [Point, Square, Upsample] {
                 let size = [1, index % 5 + 1, 9 - index % 7];
                 let mut case = Case::new(kind, size, channels_in, channels_out);
                 case.residual = index % 2 == 1;
@@ -749,14 +729,14 @@ mod tests {
         for isa in Isa::all() {
             // 18 and 35 output channels: panels of one and two vectors, and a part of one.
             for channels_out in [5, 18, 35, 130] {
-                let mut case = Case::new(Conv3x3, [2, 13, 14], 21, channels_out);
+                let mut case = Case::new(Square, [2, 13, 14], 21, channels_out);
                 case.residual = true;
                 case.assert_close(&case.run_by::<Winograd>(isa), TOLERANCE, 0.0);
                 case.assert_close(&case.run_by::<Direct<3>>(isa), TOLERANCE, 0.0);
-                case.kind = Conv1x1;
+                case.kind = Point;
                 case.assert_close(&case.run_by::<Direct<1>>(isa), TOLERANCE, 0.0);
-                case.kind = UpsampleConv3x3;
-                case.assert_close(&case.run_by::<Upsample>(isa), TOLERANCE, 0.0);
+                case.kind = Upsample;
+                case.assert_close(&case.run_by::<super::Upsample>(isa), TOLERANCE, 0.0);
             }
         }
     }
@@ -764,7 +744,7 @@ mod tests {
     #[test]
     fn sums_longer_than_a_chunk_are_added_up() {
         for channels_in in [127, 128, 129, 300] {
-            let case = Case::new(Conv3x3, [1, 6, 5], channels_in, 33);
+            let case = Case::new(Square, [1, 6, 5], channels_in, 33);
             case.assert_close(&case.run_by::<Winograd>(Isa::detect()), TOLERANCE, 0.0);
             case.assert_close(&case.run_by::<Direct<3>>(Isa::detect()), TOLERANCE, 0.0);
         }
@@ -774,11 +754,11 @@ mod tests {
     fn strips_and_blocks_leave_no_gap() {
         // More tiles in a row than a block takes, and rows that several strips share.
         for (kind, height, width) in [
-            (Conv3x3, 9, 270),
-            (Conv3x3, 61, 43),
-            (UpsampleConv3x3, 5, 140),
-            (UpsampleConv3x3, 31, 22),
-            (Conv1x1, 3, 200),
+            (Square, 9, 270),
+            (Square, 61, 43),
+            (Upsample, 5, 140),
+            (Upsample, 31, 22),
+            (Point, 3, 200),
         ] {
             let case = Case::new(kind, [2, height, width], 3, 2);
             case.assert_close(&case.run::<f32>(Isa::detect()), TOLERANCE, 0.0);
@@ -788,21 +768,21 @@ mod tests {
     #[test]
     fn a_large_mean_costs_its_share_and_no_more() {
         // Zero padding makes steps of the mean at the borders: the worst case for a tile's transform.
-        for kind in [Conv1x1, Conv3x3, UpsampleConv3x3] {
+        for kind in [Point, Square, Upsample] {
             let mut case = Case::new(kind, [1, 12, 11], 64, 8);
             case.mean = 1000.0;
             case.assert_close(&case.run::<f32>(Isa::detect()), 1000.0 * TOLERANCE, 0.0);
         }
-        let mut case = Case::new(Conv3x3, [1, 12, 11], 64, 8);
+        let mut case = Case::new(Square, [1, 12, 11], 64, 8);
         case.mean = 1000.0;
         case.assert_close(&case.run_by::<Winograd>(Isa::detect()), 1000.0 * TOLERANCE, 0.0);
     }
 
     #[test]
     fn the_error_of_full_size_sums_stays_near_a_millionth() {
-        for (kind, bound) in [(Conv1x1, 5e-7), (Conv3x3, 1.5e-6), (UpsampleConv3x3, 1e-6)] {
+        for (kind, bound) in [(Point, 5e-7), (Square, 1.5e-6), (Upsample, 1e-6)] {
             let case = Case::new(kind, [1, 16, 16], 512, 16);
-            let found = if kind == Conv3x3 {
+            let found = if kind == Square {
                 case.run_by::<Winograd>(Isa::detect())
             } else {
                 case.run(Isa::detect())
@@ -823,10 +803,10 @@ mod tests {
     #[test]
     fn results_do_not_depend_on_the_number_of_threads() {
         for (kind, channels_in, channels_out) in [
-            (Conv1x1, 40, 33),
-            (Conv3x3, 40, 33),
-            (UpsampleConv3x3, 40, 33),
-            (Conv3x3, 130, 140),
+            (Point, 40, 33),
+            (Square, 40, 33),
+            (Upsample, 40, 33),
+            (Square, 130, 140),
         ] {
             let mut case = Case::new(kind, [2, 29, 23], channels_in, channels_out);
             case.residual = true;
@@ -846,15 +826,15 @@ mod tests {
     fn infinity_reaches_all_that_depend_on_it() {
         // 3x3 by both methods.
         for (kind, size, reach) in [
-            (Conv1x1, 5, 0..1),
-            (Conv3x3, 5, -1..2),
-            (Conv3x3, 40, -1..2),
-            (UpsampleConv3x3, 5, -1..3),
+            (Point, 5, 0..1),
+            (Square, 5, -1..2),
+            (Square, 40, -1..2),
+            (Upsample, 5, -1..3),
         ] {
-            let weights = ConvWeights::pack(kind, &vec![1.0; kind.taps()], 1, 1);
+            let weights = ConvWeights::pack(kind, &vec![1.0; taps(kind)], 1, 1);
             let mut x = vec![0.0f32; size * size];
             x[2 * size + 2] = f32::INFINITY;
-            let scale = kind.scale();
+            let scale = kind.phases();
             let mut y = vec![0.0f32; x.len() * scale * scale];
             conv(&weights, &[0.0], [1, size, size], &x, None, &mut y);
             for (row, column) in reach
@@ -870,14 +850,14 @@ mod tests {
 
     #[test]
     fn an_empty_batch_is_left_alone() {
-        let weights = ConvWeights::pack(Conv3x3, &[0.0; 18], 1, 2);
+        let weights = ConvWeights::pack(Square, &[0.0; 18], 1, 2);
         conv::<f32>(&weights, &[0.0], [0, 4, 4], &[], None, &mut []);
     }
 
     #[test]
     #[should_panic(expected = "length of the residual")]
     fn a_residual_of_another_size_is_refused() {
-        let weights = ConvWeights::pack(Conv1x1, &[1.0], 1, 1);
+        let weights = ConvWeights::pack(Point, &[1.0], 1, 1);
         conv(
             &weights,
             &[0.0],
@@ -889,7 +869,7 @@ mod tests {
     }
 
     fn cases() -> impl Strategy<Value = Case> {
-        let kind = prop_oneof![Just(Conv1x1), Just(Conv3x3), Just(UpsampleConv3x3)];
+        let kind = prop_oneof![Just(Point), Just(Square), Just(Upsample)];
         let size = (1..3usize, 1..27usize, 1..27usize);
         (
             kind,
@@ -927,7 +907,7 @@ mod tests {
 
         #[test]
         fn any_shape_by_winograd(mut case in cases()) {
-            case.kind = Conv3x3;
+            case.kind = Square;
             case.assert_close(&case.run_by::<Winograd>(Isa::detect()), 4.0 * TOLERANCE, 0.0);
         }
     }

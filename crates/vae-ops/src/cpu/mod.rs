@@ -22,7 +22,7 @@ mod method;
 mod simd;
 mod tensor;
 
-pub use conv::{ConvKind, ConvWeights, conv};
+pub use conv::{ConvWeights, conv};
 pub use element::Element;
 pub use group_norm::group_norm;
 pub(crate) use tensor::{convolve, normalize};

@@ -28,7 +28,7 @@ pub(crate) fn convolve(weights: &ConvWeights, bias: &[f32], x: Tensor<4>, residu
 
 fn convolve_as<E: Value>(weights: &ConvWeights, bias: &[f32], x: Tensor<4>, residual: Option<Tensor<4>>) -> Tensor<4> {
     let [batch, height, width, _] = x.dims();
-    let scale = weights.kind().scale();
+    let scale = weights.kind().phases();
     let shape = [batch, scale * height, scale * width, weights.channels_out()];
     let (x, residual) = (primitive(x), residual.map(primitive));
     let mut y = vec![E::default(); shape.iter().product()];

@@ -8,7 +8,7 @@
 use cubecl::{prelude::*, server::Handle};
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
-use super::ptx::*;
+use super::{ptx::*, tensor_map};
 use crate::gpu::{
     group_norm::{MOMENTS, Moments},
     launch::buffer,
@@ -718,18 +718,8 @@ impl HopperConv<'_> {
             let halo = [1, form.halo_height() as usize, tile_width, ROW_CHANNELS as usize];
             let tile = [1, tile_height, tile_width, ROW_CHANNELS as usize];
             let map = |handle: Handle, tile: &[usize], strides: &[usize], shape: &[usize]| {
-                let args = TiledArgs {
-                    tile_size: tile.iter().copied().collect(),
-                };
                 // Safety: strides and shape are those of the buffer.
-                let tensor = unsafe {
-                    TensorArg::from_raw_parts(
-                        handle,
-                        strides.iter().copied().collect(),
-                        shape.iter().copied().collect(),
-                    )
-                };
-                TensorMapArg::new(args, tensor, self.dtype).with_swizzle(TensorMapSwizzle::B128)
+                unsafe { tensor_map(handle, self.dtype, tile, strides, shape) }
             };
             let depth = taps * self.channels_in;
             let weights = map(

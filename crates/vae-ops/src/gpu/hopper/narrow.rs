@@ -6,7 +6,7 @@
 use cubecl::{prelude::*, server::Handle};
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
-use super::ptx::*;
+use super::{ptx::*, tensor_map};
 use crate::gpu::launch::buffer;
 
 /// Columns of the smallest wgmma, and the most output channels.
@@ -300,13 +300,8 @@ impl HopperNarrowConv<'_> {
             (self.taps * self.taps) as usize * self.channels_in,
         );
         let map = |handle: &Handle, tile: &[usize], strides: &[usize], shape: &[usize]| {
-            let args = TiledArgs {
-                tile_size: tile.iter().copied().collect(),
-            };
-            let (strides, shape) = (strides.iter().copied().collect(), shape.iter().copied().collect());
             // Safety: strides and shape are those of the buffer.
-            let tensor = unsafe { TensorArg::from_raw_parts(handle.clone(), strides, shape) };
-            TensorMapArg::new(args, tensor, self.dtype).with_swizzle(TensorMapSwizzle::B128)
+            unsafe { tensor_map(handle.clone(), self.dtype, tile, strides, shape) }
         };
         let x = map(
             self.x,

@@ -11,7 +11,10 @@ mod scores;
 use cubecl::{prelude::*, server::Handle};
 
 use self::{merge::attention_merge_kernel, mix::attention_mix_kernel, scores::attention_scores_kernel};
-use super::ptx::{Half, ROW_CHANNELS};
+use super::{
+    ptx::{Half, ROW_CHANNELS},
+    tensor_map,
+};
 use crate::gpu::{gemm::Operand, launch::buffer};
 
 /// Rows of queries that a cube computes, and of keys in a tile.
@@ -256,17 +259,13 @@ impl HopperAttention<'_> {
 
     /// The map of boxes of `box_rows` by [`ROW_CHANNELS`]. What lies outside of `rows` and `columns` reads as zero.
     fn map(&self, operand: Operand<'_>, rows: usize, columns: usize, box_rows: u32) -> TensorMapArg<Tiled> {
-        let args = TiledArgs {
-            tile_size: [box_rows as usize, ROW_CHANNELS as usize].into(),
-        };
         let handle = operand
             .handle
             .clone()
             .offset_start((operand.offset * self.dtype.size()) as u64);
+        let tile = [box_rows as usize, ROW_CHANNELS as usize];
         // Safety: shape and strides are those of the buffer.
-        let tensor = unsafe { TensorArg::from_raw_parts(handle, [operand.stride, 1].into(), [rows, columns].into()) };
-        TensorMapArg::new(args, tensor, self.dtype)
-            .with_swizzle(TensorMapSwizzle::B128)
+        unsafe { tensor_map(handle, self.dtype, &tile, &[operand.stride, 1], &[rows, columns]) }
             .with_prefetch(TensorMapPrefetch::B256)
     }
 }
