@@ -111,10 +111,10 @@ fn channel_moments_kernel<E: Float, V: Size>(
     }
 }
 
-/// Adds up the moments of a group over its channels and parts; one cube a group and batch.
+/// Adds up the moments of a group over its channels and parts; one cube a group and batch. A part may be empty.
 ///
-/// Means are taken as deviations from the first of them, so that the sums need no division and lose no digits to a mean
-/// far from zero: `m2 = sum(m2_i + n_i d_i^2) - (sum n_i d_i)^2 / n`.
+/// A unit takes means as deviations from the first it meets, so that its sums need no division and lose no digits to a
+/// mean far from zero: `m2 = sum(m2_i + n_i d_i^2) - (sum n_i d_i)^2 / n`. Units are merged pairwise.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn group_coefficients_kernel(
     moments: &[f32],
@@ -132,7 +132,7 @@ fn group_coefficients_kernel(
     let first_channel = CUBE_POS_X * group_channels;
     let plane = channels as usize;
     let base = (CUBE_POS_Y * parts) as usize * comptime!(MOMENTS) * plane + first_channel as usize;
-    let shift = moments[base + plane];
+    let mut shift = 0.0f32;
     let mut count = 0.0f32;
     let mut sum = 0.0f32;
     let mut squares = 0.0f32;
@@ -158,7 +158,11 @@ fn group_coefficients_kernel(
             #[unroll]
             for i in 0..comptime!(UNROLL as usize) {
                 let n = loaded[comptime!(i * MOMENTS)];
-                let deviation = loaded[comptime!(i * MOMENTS + 1)] - shift;
+                let mean = loaded[comptime!(i * MOMENTS + 1)];
+                if count == 0.0 {
+                    shift = mean;
+                }
+                let deviation = mean - shift;
                 count += n;
                 sum += n * deviation;
                 squares += loaded[comptime!(i * MOMENTS + 2)] + n * deviation * deviation;
@@ -167,38 +171,46 @@ fn group_coefficients_kernel(
         for i in blocks * UNROLL..items {
             let at = first + i as usize * step;
             let n = moments[at];
-            let deviation = moments[at + plane] - shift;
+            let mean = moments[at + plane];
+            if count == 0.0 {
+                shift = mean;
+            }
+            let deviation = mean - shift;
             count += n;
             sum += n * deviation;
             squares += moments[at + 2 * plane] + n * deviation * deviation;
         }
     }
+    let safe = f32::max(count, 1.0);
     let mut counts = Shared::<[f32]>::new_slice(comptime!(units as usize));
-    let mut sums = Shared::<[f32]>::new_slice(comptime!(units as usize));
-    let mut all_squares = Shared::<[f32]>::new_slice(comptime!(units as usize));
+    let mut means = Shared::<[f32]>::new_slice(comptime!(units as usize));
+    let mut m2s = Shared::<[f32]>::new_slice(comptime!(units as usize));
     let unit = UNIT_POS as usize;
     counts[unit] = count;
-    sums[unit] = sum;
-    all_squares[unit] = squares;
+    means[unit] = shift + sum / safe;
+    m2s[unit] = squares - sum * sum / safe;
     sync_cube();
     let mut stride = comptime!(units / 2).runtime();
     while stride > 0 {
         if UNIT_POS < stride {
             let other = (UNIT_POS + stride) as usize;
-            counts[unit] += counts[other];
-            sums[unit] += sums[other];
-            all_squares[unit] += all_squares[other];
+            let count = counts[unit];
+            let all = count + counts[other];
+            let share = counts[other] / f32::max(all, 1.0);
+            let delta = means[other] - means[unit];
+            m2s[unit] += m2s[other] + delta * delta * count * share;
+            means[unit] += delta * share;
+            counts[unit] = all;
         }
         sync_cube();
         stride /= 2;
     }
 
-    let deviation = sums[0] / counts[0];
-    let mean = shift + deviation;
-    let variance = f32::max(all_squares[0] / counts[0] - deviation * deviation, 0.0);
+    let mean = means[0];
+    let variance = f32::max(m2s[0] / counts[0], 0.0);
     // An overflow must show in the image, not become zeros.
     let mut deviation_inverse = nan;
-    if all_squares[0] < 3.0e38 {
+    if m2s[0] < 3.0e38 {
         deviation_inverse = 1.0 / f32::sqrt(variance + epsilon);
     }
     for item in range_stepped(UNIT_POS, group_channels, units) {
@@ -221,7 +233,9 @@ fn normalize<E: Float, V: Size>(
 ) -> Vector<E, V> {
     let mut value = (Vector::<f32, V>::cast_from(x) - mean) * scale + shift;
     if silu {
-        value /= Vector::exp(-value) + Vector::new(1.0);
+        // 1 / y as 1 / sqrt(y)^2: a division would take longer than the memory.
+        let root = Vector::inverse_sqrt(Vector::exp(-value) + Vector::new(1.0));
+        value = value * root * root;
     }
     Vector::cast_from(value)
 }

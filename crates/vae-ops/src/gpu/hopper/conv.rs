@@ -1,9 +1,10 @@
 //! Channels-last convolutions (3x3, 1x1, and 3x3 of a doubled image) with a fused epilogue.
 //!
 //! A cube computes tiles of 256 pixels by 128 output channels. Two warpgroups multiply (64 channels each, weights as the
-//! rows of wgmma and pixels as its columns), one thread loads, and one thread a warpgroup stores: four loops that meet only
+//! rows of wgmma and pixels as its columns), one thread loads, and a warp for each of them stores: four loops that meet only
 //! at mbarriers. The pixels of a tile are loaded once for each horizontal tap; the vertical taps read the same shared
-//! memory, some rows further down.
+//! memory, some rows further down. A storing warp also takes the moments of what it stores, under the products of the next
+//! tile.
 
 use cubecl::{prelude::*, server::Handle};
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
@@ -208,6 +209,7 @@ struct Problem {
     width: u32,
     channels_in: u32,
     channels_out: u32,
+    images: u32,
     tiles_y: u32,
     tiles_x: u32,
     /// Tiles of channels.
@@ -220,8 +222,6 @@ struct Problem {
 #[derive(CubeType, Clone, Copy)]
 struct Tile {
     image: u32,
-    /// Number of the pixel tile in its image.
-    index: u32,
     y: u32,
     x: u32,
     phase_y: u32,
@@ -241,7 +241,6 @@ fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
     let index = pixels % per_image;
     Tile {
         image: pixels / per_image,
-        index,
         y: index / problem.tiles_x * comptime!(form.tile_height),
         x: index % problem.tiles_x * comptime!(form.tile_width),
         phase_y: phase / phases,
@@ -250,54 +249,45 @@ fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
     }
 }
 
-/// Running moments of one channel over the pixels of one unit, as deviations from a first value.
+/// Moments of one channel.
 #[derive(CubeType, Clone, Copy)]
-struct Running {
-    shift: f32,
+struct ChannelMoments {
+    mean: f32,
+    m2: f32,
+}
+
+/// Sums of a channel's pixels as deviations from one of them, so that a mean far from zero costs no digits.
+#[derive(CubeType, Clone, Copy)]
+struct Deviations {
+    from: f32,
     sum: f32,
     squares: f32,
 }
 
 #[cube]
-fn add_moment(running: &mut Running, value: f32) {
-    let deviation = value - running.shift;
-    running.sum += deviation;
-    running.squares += deviation * deviation;
+fn deviations(from: f32) -> Deviations {
+    Deviations {
+        from,
+        sum: 0.0f32,
+        squares: 0.0f32,
+    }
 }
 
-/// Merges with three other lanes of a quad, whose pixels interleave, and stores from the first.
 #[cube]
-fn store_moments(
-    running: &Running,
-    count: f32,
-    moments: &mut [f32],
-    base: usize,
-    plane: usize,
-    lane: u32,
-    in_range: bool,
-) {
-    let safe = f32::max(count, 1.0);
-    let mut total = count;
-    let mut mean = running.shift + running.sum / safe;
-    let mut m2 = running.squares - running.sum * running.sum / safe;
-    #[unroll]
-    for step in 0..2u32 {
-        let mask = comptime!(1u32 << step);
-        let other_count = shuffle_xor(total, mask);
-        let other_mean = shuffle_xor(mean, mask);
-        let other_m2 = shuffle_xor(m2, mask);
-        let all = total + other_count;
-        let weight = other_count / f32::max(all, 1.0);
-        let delta = other_mean - mean;
-        m2 += other_m2 + delta * delta * total * weight;
-        mean += delta * weight;
-        total = all;
-    }
-    if lane % 4 == 0 && in_range {
-        moments[base] = total;
-        moments[base + plane] = mean;
-        moments[base + 2 * plane] = m2;
-    }
+fn add_pixel(deviations: &mut Deviations, value: f32) {
+    let deviation = value - deviations.from;
+    deviations.sum += deviation;
+    deviations.squares += deviation * deviation;
+}
+
+/// Merges the moments of `count` more pixels into those of `total`.
+#[cube]
+fn merge(moments: &mut ChannelMoments, total: f32, more: &Deviations, count: f32) {
+    let mean = more.sum / count;
+    let delta = more.from + mean - moments.mean;
+    let share = count / (total + count);
+    moments.mean += delta * share;
+    moments.m2 += more.squares - more.sum * mean + delta * delta * total * share;
 }
 
 #[cube(launch_unchecked)]
@@ -346,24 +336,17 @@ fn hopper_conv_kernel<E: Float, NS: Size, NM: Size>(
     let channel_blocks = problem.channels_in.div_ceil(ROW_CHANNELS);
     let pixel_loads = channel_blocks * comptime!(form.taps);
     if UNIT_POS < LOADER {
-        multiply::<NS, NM>(base, bias, moments, &problem, pixel_loads, form);
+        multiply::<NS, NM>(base, bias, &problem, pixel_loads, form);
     } else if UNIT_POS == LOADER {
         load::<E>(base, x, weights, &problem, channel_blocks, form);
-    } else if (UNIT_POS - LOADER) % 32 == 0 {
-        store::<E>(base, (UNIT_POS - STORER) / 32, out, residual, &problem, form);
+    } else if UNIT_POS >= STORER {
+        store::<E>(base, (UNIT_POS - STORER) / 32, out, residual, moments, &problem, form);
     }
 }
 
 /// What the two warpgroups do.
 #[cube]
-fn multiply<NS: Size, NM: Size>(
-    base: u32,
-    bias: &[f32],
-    moments: &mut [f32],
-    problem: &Problem,
-    pixel_loads: u32,
-    #[comptime] form: Form,
-) {
+fn multiply<NS: Size, NM: Size>(base: u32, bias: &[f32], problem: &Problem, pixel_loads: u32, #[comptime] form: Form) {
     let half = comptime!(form.half);
     let group = UNIT_POS / GROUP;
     let unit = UNIT_POS % GROUP;
@@ -414,22 +397,6 @@ fn multiply<NS: Size, NM: Size>(
         // The last result has left the buffer, and the residual is in it.
         barrier_wait(ready, phase);
         phase = phase ^ 1;
-        let whole = tile.y + comptime!(form.tile_height) <= problem.height
-            && tile.x + comptime!(form.tile_width) <= problem.width;
-        let mut low = Running {
-            shift: 0.0f32,
-            sum: 0.0f32,
-            squares: 0.0f32,
-        };
-        let mut high = Running {
-            shift: 0.0f32,
-            sum: 0.0f32,
-            squares: 0.0f32,
-        };
-        let mut count = 0.0f32;
-        if whole {
-            count = comptime!(TILE_PIXELS as f32 / 4.0).runtime();
-        }
         #[unroll]
         for step in 0..comptime!(TILE_PIXELS / 16) {
             // Four matrices: pixels in pairs of this lane, 8 further on; each for both rows.
@@ -449,37 +416,6 @@ fn multiply<NS: Size, NM: Size>(
                     values[comptime!(2 * i + 1)] += unpack_high(residual.extract(i), half);
                 }
             }
-            if comptime!(form.moments) {
-                if comptime!(step == 0) {
-                    low.shift = values[0];
-                    high.shift = values[2];
-                }
-                if whole {
-                    #[unroll]
-                    for i in 0..8usize {
-                        if comptime!(i % 4 < 2) {
-                            add_moment(&mut low, values[i]);
-                        } else {
-                            add_moment(&mut high, values[i]);
-                        }
-                    }
-                } else {
-                    #[unroll]
-                    for i in 0..8usize {
-                        let pixel = comptime!(step * 16 + i as u32 / 4 * 8) + lane % 4 * 2 + comptime!(i as u32 % 2);
-                        let y = tile.y + pixel / comptime!(form.tile_width);
-                        let x = tile.x + pixel % comptime!(form.tile_width);
-                        if y < problem.height && x < problem.width {
-                            if comptime!(i % 4 < 2) {
-                                add_moment(&mut low, values[i]);
-                                count += 1.0;
-                            } else {
-                                add_moment(&mut high, values[i]);
-                            }
-                        }
-                    }
-                }
-            }
             store_matrix_transposed(
                 address,
                 pack(values[0], values[1], half),
@@ -490,25 +426,6 @@ fn multiply<NS: Size, NM: Size>(
         }
         async_proxy_fence();
         barrier_arrive(done);
-
-        if comptime!(form.moments) {
-            let phases = comptime!(form.phases() * form.phases());
-            let parts = problem.tiles_y * problem.tiles_x * phases;
-            let part =
-                tile.image * parts + tile.index * phases + tile.phase_y * comptime!(form.phases()) + tile.phase_x;
-            let plane = problem.channels_out as usize;
-            let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
-            store_moments(&low, count, moments, at, plane, lane, channel < problem.channels_out);
-            store_moments(
-                &high,
-                count,
-                moments,
-                at + 8,
-                plane,
-                lane,
-                channel + 8 < problem.channels_out,
-            );
-        }
         number += CUBE_COUNT_X;
     }
 }
@@ -587,13 +504,15 @@ fn load<E: Float>(
     }
 }
 
-/// What the storing unit of a warpgroup does: hands the buffer over, with the residual in it, and takes the result away.
+/// What the storing warp of a warpgroup does: hands the buffer over, with the residual in it, takes the result away and its
+/// moments with it. A cube keeps to one tile of channels, so that it leaves one part of moments an image.
 #[cube]
 fn store<E: Float>(
     base: u32,
     group: u32,
     out: &TensorMap<E, Tiled>,
     residual: ComptimeOption<&TensorMap<E, Tiled>>,
+    moments: &mut [f32],
     problem: &Problem,
     #[comptime] form: Form,
 ) {
@@ -601,53 +520,138 @@ fn store<E: Float>(
     let result = base + comptime!(form.results_at()) + group * RESULT_BYTES;
     let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
     let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
+    let lane = UNIT_POS % 32;
     let mut phase = 0u32;
     let mut number = CUBE_POS_X;
-    while number < problem.tiles {
-        let tile = tile(number, problem, form);
-        let channel = i32::cast_from(tile.channel + group * GROUP_CHANNELS);
-        #[comptime]
-        match residual {
-            ComptimeOption::Some(residual) => {
-                barrier_expect(ready, RESULT_BYTES);
-                tma_load_image(
-                    result,
-                    tensor_map_address(residual),
-                    channel,
-                    i32::cast_from(tile.x),
-                    i32::cast_from(tile.y),
-                    i32::cast_from(tile.image),
-                    ready,
-                );
+    for image in 0..problem.images {
+        let end = problem.tiles / problem.images * (image + 1);
+        let mut count = 0.0f32;
+        let mut low = ChannelMoments {
+            mean: 0.0f32,
+            m2: 0.0f32,
+        };
+        let mut high = ChannelMoments {
+            mean: 0.0f32,
+            m2: 0.0f32,
+        };
+        while number < end {
+            let tile = tile(number, problem, form);
+            let channel = i32::cast_from(tile.channel + group * GROUP_CHANNELS);
+            if lane == 0 {
+                #[comptime]
+                match residual {
+                    ComptimeOption::Some(residual) => {
+                        barrier_expect(ready, RESULT_BYTES);
+                        tma_load_image(
+                            result,
+                            tensor_map_address(residual),
+                            channel,
+                            i32::cast_from(tile.x),
+                            i32::cast_from(tile.y),
+                            i32::cast_from(tile.image),
+                            ready,
+                        );
+                    }
+                    ComptimeOption::None => barrier_arrive(ready),
+                }
             }
-            ComptimeOption::None => barrier_arrive(ready),
+            barrier_wait(done, phase);
+            phase = phase ^ 1;
+            if lane == 0 {
+                if comptime!(form.phases() == 2) {
+                    tma_store_phase(
+                        result,
+                        out_map,
+                        channel,
+                        i32::cast_from(tile.phase_x),
+                        i32::cast_from(tile.x),
+                        i32::cast_from(tile.phase_y),
+                        i32::cast_from(tile.y),
+                    );
+                } else {
+                    tma_store_image(
+                        result,
+                        out_map,
+                        channel,
+                        i32::cast_from(tile.x),
+                        i32::cast_from(tile.y),
+                        i32::cast_from(tile.image),
+                    );
+                }
+            }
+            if comptime!(form.moments) {
+                count = measure(result, lane, &tile, problem, count, &mut low, &mut high, form);
+            }
+            if lane == 0 {
+                tma_store_wait_read();
+            }
+            // The buffer is handed over when every lane has read it.
+            sync_plane();
+            number += CUBE_COUNT_X;
         }
-        barrier_wait(done, phase);
-        phase = phase ^ 1;
-        if comptime!(form.phases() == 2) {
-            tma_store_phase(
-                result,
-                out_map,
-                channel,
-                i32::cast_from(tile.phase_x),
-                i32::cast_from(tile.x),
-                i32::cast_from(tile.phase_y),
-                i32::cast_from(tile.y),
-            );
-        } else {
-            tma_store_image(
-                result,
-                out_map,
-                channel,
-                i32::cast_from(tile.x),
-                i32::cast_from(tile.y),
-                i32::cast_from(tile.image),
-            );
+        if comptime!(form.moments) {
+            let channel = CUBE_POS_X % problem.channel_tiles * TILE_CHANNELS + group * GROUP_CHANNELS + 2 * lane;
+            let parts = CUBE_COUNT_X / problem.channel_tiles;
+            let part = image * parts + CUBE_POS_X / problem.channel_tiles;
+            let plane = problem.channels_out as usize;
+            let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
+            // Channels are a multiple of 8.
+            if channel < problem.channels_out {
+                moments[at] = count;
+                moments[at + 1] = count;
+                moments[at + plane] = low.mean;
+                moments[at + plane + 1] = high.mean;
+                moments[at + 2 * plane] = low.m2;
+                moments[at + 2 * plane + 1] = high.m2;
+            }
         }
-        tma_store_wait_read();
-        number += CUBE_COUNT_X;
     }
-    tma_store_wait();
+    if lane == 0 {
+        tma_store_wait();
+    }
+}
+
+/// Adds the moments of a result in shared memory to those of `total` pixels before it, and returns how many there are now;
+/// a lane has two neighbouring channels.
+#[cube]
+fn measure(
+    result: u32,
+    lane: u32,
+    tile: &Tile,
+    problem: &Problem,
+    total: f32,
+    low: &mut ChannelMoments,
+    high: &mut ChannelMoments,
+    #[comptime] form: Form,
+) -> f32 {
+    let half = comptime!(form.half);
+    let height = u32::min(problem.height - tile.y, comptime!(form.tile_height));
+    let width = u32::min(problem.width - tile.x, comptime!(form.tile_width));
+    let first = load_shared(result + lane * 4);
+    let mut low_pixels = deviations(unpack_low(first, half));
+    let mut high_pixels = deviations(unpack_high(first, half));
+    for y in 0..height {
+        for block in 0..width.div_ceil(8) {
+            let rows = result + (y * comptime!(form.tile_width) + block * 8) * ROW_BYTES + lane % 4 * 4;
+            // All loads of a block are in flight together.
+            let mut pairs = Array::<u32>::new(8usize);
+            #[unroll]
+            for i in 0..8u32 {
+                pairs[comptime!(i as usize)] = load_shared(rows + comptime!(i * ROW_BYTES) + ((lane / 4) ^ i) * 16);
+            }
+            #[unroll]
+            for i in 0..8u32 {
+                if block * 8 + i < width {
+                    add_pixel(&mut low_pixels, unpack_low(pairs[comptime!(i as usize)], half));
+                    add_pixel(&mut high_pixels, unpack_high(pairs[comptime!(i as usize)], half));
+                }
+            }
+        }
+    }
+    let count = f32::cast_from(height * width);
+    merge(low, total, &low_pixels, count);
+    merge(high, total, &high_pixels, count);
+    total + count
 }
 
 /// A convolution to run, of multiples of 8 channels as TMA wants them: buffers are contiguous, weights `[phases^2, channels_out, taps^2 * channels_in]`.
@@ -696,14 +700,17 @@ impl HopperConv<'_> {
         let (tile_height, tile_width) = (form.tile_height as usize, form.tile_width as usize);
         let (tiles_y, tiles_x) = (self.height.div_ceil(tile_height), self.width.div_ceil(tile_width));
         let channel_tiles = self.channels_out.div_ceil(TILE_CHANNELS as usize);
-        let parts = tiles_y * tiles_x * phases * phases;
+        // A phase of a doubled image is seen through five dimensions, which leaves none for the batch.
+        let launches = if phases == 2 { self.batch } else { 1 };
+        let images = self.batch / launches;
+        let image_tiles = tiles_y * tiles_x * phases * phases * channel_tiles;
+        // Every cube has tiles of the same channels, so the cubes of one tile of channels are the parts of its moments.
+        // One of them may have none of an image: a count of 0.
+        let parts = (self.multiprocessors as usize / channel_tiles).clamp(1, images * image_tiles / channel_tiles);
         let size = self.dtype.size();
         let plane = MOMENTS * self.channels_out * size_of::<f32>();
         let moments = self.measure.then(|| client.empty(self.batch * parts * plane));
 
-        // A phase of a doubled image is seen through five dimensions, which leaves none for the batch.
-        let launches = if phases == 2 { self.batch } else { 1 };
-        let images = self.batch / launches;
         let taps = (self.taps * self.taps) as usize;
         let x_pixels = self.height * self.width;
         for launch in 0..launches {
@@ -748,7 +755,7 @@ impl HopperConv<'_> {
                     &shape(self.channels_out),
                 )
             });
-            let tiles = images * parts * channel_tiles;
+            let tiles = images * image_tiles;
             // Safety: the buffer was made for this; without moments any buffer does, for nothing is written.
             let moments = unsafe {
                 match &moments {
@@ -764,6 +771,7 @@ impl HopperConv<'_> {
                 self.width as u32,
                 self.channels_in as u32,
                 self.channels_out as u32,
+                images as u32,
                 tiles_y as u32,
                 tiles_x as u32,
                 channel_tiles as u32,
@@ -773,7 +781,7 @@ impl HopperConv<'_> {
             unsafe {
                 hopper_conv_kernel::launch_unchecked(
                     client,
-                    CubeCount::Static(self.multiprocessors.min(tiles as u32), 1, 1),
+                    CubeCount::Static((parts * channel_tiles) as u32, 1, 1),
                     CubeDim::new_1d(UNITS),
                     SUMS as usize,
                     4usize,
@@ -831,6 +839,7 @@ pub(in crate::gpu) fn emit_all() {
                             width: (),
                             channels_in: (),
                             channels_out: (),
+                            images: (),
                             tiles_y: (),
                             tiles_x: (),
                             channel_tiles: (),

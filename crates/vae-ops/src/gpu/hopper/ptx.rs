@@ -189,15 +189,12 @@ pub(super) fn load_matrix_transposed<N: Size>(address: u32) -> Vector<u32, N> {
     values
 }
 
-/// The value of the lane whose number differs by `mask`.
+/// Reads a word.
 #[cube]
-pub(super) fn shuffle_xor(value: f32, #[comptime] mask: u32) -> f32 {
-    let other: f32;
-    gpu_asm!(
-        "{{ .reg .b32 t; mov.b32 t, {v}; shfl.sync.bfly.b32 t, t, {mask}, 31, 0xffffffff; mov.b32 {r}, t; }}",
-        r = out(_) other, v = in(_) f32::cast_from(value)
-    );
-    other
+pub(super) fn load_shared(address: u32) -> u32 {
+    let word: u32;
+    gpu_asm!("ld.shared::cta.u32 {w}, [{p}];", w = out(_) word, p = in(_) u32::cast_from(address));
+    word
 }
 
 /// The global address of an element of rows of `length` values, in 64 bits throughout.
