@@ -60,7 +60,12 @@ impl FusedOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let x = into_contiguous(x);
         let (weight, bias) = (into_contiguous(weight), into_contiguous(bias));
-        let y = empty_like(&x, x.shape(), x.dtype);
+        // Nobody else has it: the result may take its place.
+        let in_place = x.can_mut();
+        let y = match in_place {
+            true => x.clone(),
+            false => empty_like(&x, x.shape(), x.dtype),
+        };
         let rows = rows(&x);
         let moments = match moments {
             OptionalTensor::Some(moments) => Moments {
@@ -75,7 +80,7 @@ impl FusedOps for CubeBackend {
             &moments,
             [&weight.handle, &bias.handle],
             spec,
-            &y.handle,
+            (!in_place).then_some(&y.handle),
         );
         y
     }

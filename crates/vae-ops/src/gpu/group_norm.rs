@@ -18,6 +18,8 @@ const COEFFICIENTS: usize = 3;
 const UNITS: u32 = 256;
 /// Cubes that keep a large device busy; more parts would only cost more merging.
 const TARGET_CUBES: usize = 1024;
+/// Units that load together.
+const WARP: u32 = 32;
 /// Loads of a unit in flight.
 const UNROLL: u32 = 4;
 
@@ -249,13 +251,14 @@ fn normalize_kernel<E: Float, V: Size>(
     rows: u32,
     row_vectors: u32,
     rows_per_cube: u32,
-    #[comptime] lanes: u32,
-    #[comptime] row_lanes: u32,
+    lanes: u32,
+    row_lanes: u32,
     #[comptime] silu: bool,
     #[define(E)] _dtype: ElemType,
 ) {
-    let column = CUBE_POS_Z * lanes + UNIT_POS_X;
-    if column < row_vectors {
+    let column = CUBE_POS_Z * lanes + UNIT_POS % lanes;
+    let row_lane = UNIT_POS / lanes;
+    if row_lane < row_lanes && column < row_vectors {
         let first = CUBE_POS_X * rows_per_cube;
         let end = u32::min(first + rows_per_cube, rows);
         let plane = row_vectors as usize;
@@ -264,7 +267,7 @@ fn normalize_kernel<E: Float, V: Size>(
         let scale = coefficients[coefficient + plane];
         let shift = coefficients[coefficient + 2 * plane];
         let base = CUBE_POS_Y as usize * rows as usize * plane + column as usize;
-        let start = first + UNIT_POS_Y;
+        let start = first + row_lane;
         if start < end {
             let items = (end - start).div_ceil(row_lanes);
             let step = row_lanes as usize * plane;
@@ -290,10 +293,13 @@ fn normalize_kernel<E: Float, V: Size>(
     }
 }
 
-/// How units share the channels of a row: vectors side by side, then rows.
+/// How units share the channels of a row: vectors side by side, then rows. Where warps cross rows, as many rows as whole
+/// warps have, so that their loads stay aligned.
 fn lanes(row_vectors: usize) -> (u32, u32) {
     let lanes = (row_vectors as u32).min(64);
-    (lanes, UNITS / lanes)
+    let rows = UNITS / lanes;
+    let aligned = (WARP / (1 << lanes.trailing_zeros())).max(1);
+    (lanes, if rows > aligned { rows / aligned * aligned } else { rows })
 }
 
 /// Partial moments of every channel of `x`.
@@ -328,14 +334,14 @@ pub(super) fn channel_moments(client: &Client, x: &Rows) -> Moments {
     Moments { handle: moments, parts }
 }
 
-/// Normalises `x` with its own moments into `y`.
+/// Normalises `x` with its own moments into `y`, or in place without one.
 pub(super) fn group_norm(
     client: &Client,
     x: &Rows,
     moments: &Moments,
     [weight, bias]: [&Handle; 2],
     NormSpec { groups, epsilon, silu }: NormSpec,
-    y: &Handle,
+    y: Option<&Handle>,
 ) {
     let coefficients = client.empty(x.batch * COEFFICIENTS * x.channels * size_of::<f32>());
     let vector = vector_size(client, x.dtype, x.channels);
@@ -368,12 +374,18 @@ pub(super) fn group_norm(
         normalize_kernel::launch_unchecked(
             client,
             CubeCount::Static(x.rows.div_ceil(rows_per_cube) as u32, x.batch as u32, blocks as u32),
-            CubeDim::new_2d(lanes, row_lanes),
+            CubeDim::new_1d(UNITS),
             x.address_type(),
             vector,
             buffer(&x.handle, x.len() / vector),
             buffer(&coefficients, x.batch * COEFFICIENTS * row_vectors),
-            buffer(y, x.len() / vector),
+            match y {
+                Some(y) => buffer(y, x.len() / vector),
+                None => BufferArg::Alias {
+                    input_pos: 0,
+                    length: [x.len() / vector],
+                },
+            },
             x.rows as u32,
             row_vectors as u32,
             rows_per_cube as u32,
@@ -409,21 +421,26 @@ pub(super) fn emit_all() {
         dtype,
     );
     emit("channel_moments", &kernel);
-    let kernel = normalize_kernel::NormalizeKernel::new(
-        settings(CubeDim::new_2d(lanes, row_lanes)),
-        device_properties(),
-        target_properties(),
-        argument(),
-        argument(),
-        argument(),
-        (),
-        (),
-        (),
-        8,
-        lanes,
-        row_lanes,
-        true,
-        dtype,
-    );
-    emit("normalize", &kernel);
+    for inplace in [None, Some(0)] {
+        let kernel = normalize_kernel::NormalizeKernel::new(
+            settings(CubeDim::new_1d(UNITS)),
+            device_properties(),
+            target_properties(),
+            argument(),
+            argument(),
+            BufferCompilationArg { inplace },
+            (),
+            (),
+            (),
+            (),
+            (),
+            8,
+            true,
+            dtype,
+        );
+        emit(
+            &format!("normalize_{}", if inplace.is_some() { "in_place" } else { "apart" }),
+            &kernel,
+        );
+    }
 }

@@ -1,10 +1,10 @@
 //! Channels-last convolutions (3x3, 1x1, and 3x3 of a doubled image) with a fused epilogue.
 //!
-//! A cube computes tiles of 256 pixels by 128 output channels. Two warpgroups multiply (64 channels each, weights as the
-//! rows of wgmma and pixels as its columns), one thread loads, and a warp for each of them stores: four loops that meet only
-//! at mbarriers. The pixels of a tile are loaded once for each horizontal tap; the vertical taps read the same shared
-//! memory, some rows further down. A storing warp also takes the moments of what it stores, under the products of the next
-//! tile.
+//! A cube computes tiles of 256 pixels by 128 output channels, or 192 by 192 where that wastes less. Two or three
+//! warpgroups multiply (64 channels each, weights as the rows of wgmma and pixels as its columns), one thread loads and one
+//! warp stores: loops that meet only at mbarriers. The pixels of a tile are loaded once for each horizontal tap; the
+//! vertical taps read the same shared memory, some rows further down. The storing warp also takes the moments of what it
+//! stores, under the products of the next tile.
 
 use cubecl::{prelude::*, server::Handle};
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
@@ -15,22 +15,11 @@ use crate::gpu::{
     launch::buffer,
 };
 
-/// Pixels and channels of a cube's tile, and channels of a warpgroup's half.
-const TILE_PIXELS: u32 = 256;
-const TILE_CHANNELS: u32 = 128;
+/// Channels of a warpgroup: the rows of wgmma.
 const GROUP_CHANNELS: u32 = 64;
-/// Units of a warpgroup.
+/// Units of a warpgroup and of a warp.
 const GROUP: u32 = 128;
-/// Sums in a unit's registers: 64 channels by 256 pixels over 128 units.
-const SUMS: u32 = GROUP_CHANNELS * TILE_PIXELS / GROUP;
-/// Two multiplying warpgroups, a loading warp, two storing warps.
-const LOADER: u32 = 2 * GROUP;
-const STORER: u32 = LOADER + 32;
-const UNITS: u32 = LOADER + 3 * 32;
-/// Bytes of a slot of weights: 128 channels by 64 of k.
-const WEIGHT_BYTES: u32 = TILE_CHANNELS * ROW_BYTES;
-/// Bytes of a warpgroup's part of the result.
-const RESULT_BYTES: u32 = TILE_PIXELS * ROW_BYTES;
+const WARP: u32 = 32;
 /// Shared memory of a cube on sm_90.
 pub(super) const SHARED_MEMORY: u32 = 232_448;
 /// Left for barriers.
@@ -42,6 +31,10 @@ pub(super) struct Form {
     pub half: Half,
     /// Taps on each axis: 1, 3, or 2 for the doubled image.
     pub taps: u32,
+    /// Warpgroups that multiply: 2 with tiles of 256 pixels, 3 with tiles of 192.
+    pub groups: u32,
+    /// Products of the last channels of the input, where they are no full row of shared memory; else 0.
+    pub tail_steps: u32,
     /// Height and width of a tile in pixels; the width is a multiple of 8 so that a row of taps keeps the swizzle's phase.
     pub tile_height: u32,
     pub tile_width: u32,
@@ -54,33 +47,66 @@ impl Form {
     pub fn phases(&self) -> u32 {
         if self.taps == 2 { 2 } else { 1 }
     }
+    fn tile_pixels(&self) -> u32 {
+        self.tile_height * self.tile_width
+    }
+    fn tile_channels(&self) -> u32 {
+        self.groups * GROUP_CHANNELS
+    }
+    /// Sums in a multiplying unit's registers.
+    fn sums(&self) -> u32 {
+        GROUP_CHANNELS * self.tile_pixels() / GROUP
+    }
+    /// Length of the vector of sums: C++ aligns it to a power of two.
+    fn sum_vector(&self) -> usize {
+        self.sums().next_power_of_two() as usize
+    }
+    /// The multiplying warpgroups, then a warp of which one unit loads, then one that stores.
+    fn units(&self) -> u32 {
+        self.storer() + WARP
+    }
+    fn loader(&self) -> u32 {
+        self.groups * GROUP
+    }
+    fn storer(&self) -> u32 {
+        self.loader() + WARP
+    }
     fn halo_height(&self) -> u32 {
         self.tile_height + self.taps - 1
     }
     pub fn pixel_bytes(&self) -> u32 {
         self.halo_height() * self.tile_width * ROW_BYTES
     }
+    /// Bytes of a slot of weights: all channels by a row of k.
+    fn weight_bytes(&self) -> u32 {
+        self.tile_channels() * ROW_BYTES
+    }
+    /// Bytes of a warpgroup's part of the result.
+    fn result_bytes(&self) -> u32 {
+        self.tile_pixels() * ROW_BYTES
+    }
     /// Slots of the two rings: as many as fit, weights before pixels where there are several taps to one slot of pixels.
     fn pixel_slots(&self) -> u32 {
         if self.taps == 1 { 3 } else { 2 }
     }
     fn weight_slots(&self) -> u32 {
-        let left = SHARED_MEMORY - BARRIERS - 2 * RESULT_BYTES - self.pixel_slots() * self.pixel_bytes();
-        (left / WEIGHT_BYTES).min(6)
+        let results = self.groups * self.result_bytes();
+        let left = SHARED_MEMORY - BARRIERS - results - self.pixel_slots() * self.pixel_bytes();
+        (left / self.weight_bytes()).min(6)
     }
     fn weights_at(&self) -> u32 {
         self.pixel_slots() * self.pixel_bytes()
     }
     fn results_at(&self) -> u32 {
-        self.weights_at() + self.weight_slots() * WEIGHT_BYTES
+        self.weights_at() + self.weight_slots() * self.weight_bytes()
     }
     fn barriers_at(&self) -> u32 {
-        self.results_at() + 2 * RESULT_BYTES
+        self.results_at() + self.groups * self.result_bytes()
     }
     fn shared_bytes(&self) -> u32 {
         self.barriers_at() + BARRIERS
     }
-    /// Barriers, in order: full and empty of the pixels, of the weights, then ready and done of the two results.
+    /// Barriers, in order: full and empty of the pixels, of the weights, then ready and done of the groups' results.
     fn pixels_full(&self) -> u32 {
         self.barriers_at()
     }
@@ -97,18 +123,38 @@ impl Form {
         self.weights_empty() + self.weight_slots() * BARRIER_BYTES
     }
     fn result_done(&self) -> u32 {
-        self.result_ready() + 2 * BARRIER_BYTES
+        self.result_ready() + self.groups * BARRIER_BYTES
     }
 
     /// The sum over k of one tile, in PTX: the whole loop, because accumulators that cross between blocks of inline
     /// assembly would be copied and wgmma serialised.
     ///
     /// Inputs: `$1` weight descriptor, `$2` pixel descriptor, `$3` address of the barriers, `$4` whether this unit signals,
-    /// `$5` and `$6` slot and phase of the weights' ring, `$7` and `$8` of the pixels' ring, `$9` slots of pixels to take.
+    /// `$5` and `$6` slot and phase of the weights' ring, `$7` and `$8` of the pixels' ring, `$9` full rows of channels.
     pub fn main_loop(&self) -> String {
-        let sums = (0..SUMS).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
-        let half = self.half.name();
-        let steps = ROW_CHANNELS / MMA_DEPTH;
+        let mut ptx = String::from(
+            "{\n.reg .pred done, adds, signals, wraps;\n.reg .b32 bar, started, tap, count, wslot, wphase, pslot, pphase;\n\
+             .reg .b64 off, wdesc, pdesc, w<4>, p<4>;\n\
+             mov.u32 wslot, $5;\nmov.u32 wphase, $6;\nmov.u32 pslot, $7;\nmov.u32 pphase, $8;\nmov.u32 started, 0;\n\
+             mov.u32 tap, 0;\nsetp.ne.u32 signals, $4, 0;\nTAP:\nmov.u32 count, 0;\n\
+             FULL:\nsetp.ge.u32 done, count, $9;\n@done bra LAST;\n",
+        );
+        ptx += &self.products("FULL", ROW_CHANNELS / MMA_DEPTH);
+        ptx += "add.u32 count, count, 1;\nbra FULL;\nLAST:\n";
+        if self.tail_steps > 0 {
+            ptx += &self.products("LAST", self.tail_steps);
+        }
+        ptx += &format!(
+            "add.u32 tap, tap, 1;\nsetp.lt.u32 wraps, tap, {};\n@wraps bra TAP;\n}}",
+            self.taps
+        );
+        ptx
+    }
+
+    /// The products of one slot of pixels with the weights of its vertical taps, `steps` of them deep.
+    fn products(&self, label: &str, steps: u32) -> String {
+        let sums = (0..self.sums()).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
+        let (half, pixels) = (self.half.name(), self.tile_pixels());
         let offset = |barrier: u32| barrier - self.barriers_at();
         let wait = |label: &str, slot: &str, phase: &str, full: u32| {
             format!(
@@ -129,22 +175,16 @@ impl Form {
                  @wraps xor.b32 {phase}, {phase}, 1;\n"
             )
         };
-        let mut ptx = String::from(
-            "{\n.reg .pred done, adds, signals, wraps;\n.reg .b32 bar, count, wslot, wphase, pslot, pphase;\n\
-             .reg .b64 off, wdesc, pdesc, w<4>, p<4>;\n\
-             mov.u32 wslot, $5;\nmov.u32 wphase, $6;\nmov.u32 pslot, $7;\nmov.u32 pphase, $8;\nmov.u32 count, 0;\n\
-             setp.ne.u32 signals, $4, 0;\nLOOP:\n",
-        );
-        ptx += &wait("PIXELS", "pslot", "pphase", self.pixels_full());
+        let mut ptx = wait(&format!("{label}_PIXELS"), "pslot", "pphase", self.pixels_full());
         ptx += &format!(
             "mul.wide.u32 off, pslot, {};\nadd.u64 pdesc, $2, off;\n",
             self.pixel_bytes() / 16
         );
         for tap in 0..self.taps {
-            ptx += &wait(&format!("WEIGHTS{tap}"), "wslot", "wphase", self.weights_full());
+            ptx += &wait(&format!("{label}_WEIGHTS{tap}"), "wslot", "wphase", self.weights_full());
             ptx += &format!(
                 "mul.wide.u32 off, wslot, {};\nadd.u64 wdesc, $1, off;\n",
-                WEIGHT_BYTES / 16
+                self.weight_bytes() / 16
             );
             for step in 0..steps {
                 let along_k = step * MMA_DEPTH * 2 / 16;
@@ -156,23 +196,22 @@ impl Form {
             }
             if tap == 0 {
                 // The first product of a tile overwrites what the registers hold.
-                ptx += "setp.ne.u32 adds, count, 0;\n";
+                ptx += "setp.ne.u32 adds, started, 0;\nmov.u32 started, 1;\n";
             }
             ptx += "wgmma.fence.sync.aligned;\n";
             for step in 0..steps {
                 let adds = if tap == 0 && step == 0 { "adds" } else { "1" };
                 ptx += &format!(
-                    "wgmma.mma_async.sync.aligned.m64n256k16.f32.{half}.{half} {{{sums}}}, w{step}, p{step}, {adds}, 1, 1, 0, 0;\n"
+                    "wgmma.mma_async.sync.aligned.m64n{pixels}k16.f32.{half}.{half} {{{sums}}}, w{step}, p{step}, {adds}, 1, 1, 0, 0;\n"
                 );
             }
-            // Waiting for all is enough: the other warpgroup keeps the tensor cores busy.
+            // Waiting for all is enough: another warpgroup keeps the tensor cores busy.
             ptx += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n";
             ptx += &release("wslot", self.weights_empty());
             ptx += &advance("wslot", "wphase", self.weight_slots());
         }
         ptx += &release("pslot", self.pixels_empty());
         ptx += &advance("pslot", "pphase", self.pixel_slots());
-        ptx += "add.u32 count, count, 1;\nsetp.lt.u32 wraps, count, $9;\n@wraps bra LOOP;\n}";
         ptx
     }
 }
@@ -233,7 +272,7 @@ struct Tile {
 #[cube]
 fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
     let phases = comptime!(form.phases());
-    let channel = number % problem.channel_tiles * TILE_CHANNELS;
+    let channel = number % problem.channel_tiles * comptime!(form.tile_channels());
     let rest = number / problem.channel_tiles;
     let phase = rest % comptime!(phases * phases);
     let pixels = rest / comptime!(phases * phases);
@@ -247,13 +286,6 @@ fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
         phase_x: phase % phases,
         channel,
     }
-}
-
-/// Moments of one channel.
-#[derive(CubeType, Clone, Copy)]
-struct ChannelMoments {
-    mean: f32,
-    m2: f32,
 }
 
 /// Sums of a channel's pixels as deviations from one of them, so that a mean far from zero costs no digits.
@@ -280,14 +312,14 @@ fn add_pixel(deviations: &mut Deviations, value: f32) {
     deviations.squares += deviation * deviation;
 }
 
-/// Merges the moments of `count` more pixels into those of `total`.
+/// Merges the moments of `count` more pixels, a mean and a sum of squares, into those of `total`.
 #[cube]
-fn merge(moments: &mut ChannelMoments, total: f32, more: &Deviations, count: f32) {
+fn merge(moments: &mut Array<f32>, #[comptime] at: u32, total: f32, more: &Deviations, count: f32) {
     let mean = more.sum / count;
-    let delta = more.from + mean - moments.mean;
+    let delta = more.from + mean - moments[comptime!(at as usize)];
     let share = count / (total + count);
-    moments.mean += delta * share;
-    moments.m2 += more.squares - more.sum * mean + delta * delta * total * share;
+    moments[comptime!(at as usize)] += delta * share;
+    moments[comptime!(at as usize + 1)] += more.squares - more.sum * mean + delta * delta * total * share;
 }
 
 #[cube(launch_unchecked)]
@@ -317,15 +349,15 @@ fn hopper_conv_kernel<E: Float, NS: Size, NM: Size>(
         #[unroll]
         for i in 0..pixel_slots {
             barrier_init(pixels_full + comptime!(i * BARRIER_BYTES), 1u32);
-            barrier_init(pixels_empty + comptime!(i * BARRIER_BYTES), 2u32);
+            barrier_init(pixels_empty + comptime!(i * BARRIER_BYTES), comptime!(form.groups));
         }
         #[unroll]
         for i in 0..weight_slots {
             barrier_init(weights_full + comptime!(i * BARRIER_BYTES), 1u32);
-            barrier_init(weights_empty + comptime!(i * BARRIER_BYTES), 2u32);
+            barrier_init(weights_empty + comptime!(i * BARRIER_BYTES), comptime!(form.groups));
         }
         #[unroll]
-        for i in 0..2u32 {
+        for i in 0..comptime!(form.groups) {
             barrier_init(result_ready + comptime!(i * BARRIER_BYTES), 1u32);
             barrier_init(result_done + comptime!(i * BARRIER_BYTES), GROUP);
         }
@@ -333,36 +365,36 @@ fn hopper_conv_kernel<E: Float, NS: Size, NM: Size>(
     }
     sync_cube();
 
-    let channel_blocks = problem.channels_in.div_ceil(ROW_CHANNELS);
-    let pixel_loads = channel_blocks * comptime!(form.taps);
-    if UNIT_POS < LOADER {
-        multiply::<NS, NM>(base, bias, &problem, pixel_loads, form);
-    } else if UNIT_POS == LOADER {
-        load::<E>(base, x, weights, &problem, channel_blocks, form);
-    } else if UNIT_POS >= STORER {
-        store::<E>(base, (UNIT_POS - STORER) / 32, out, residual, moments, &problem, form);
+    if UNIT_POS < comptime!(form.loader()) {
+        multiply::<NS, NM>(base, bias, &problem, form);
+    } else if UNIT_POS == comptime!(form.loader()) {
+        load::<E>(base, x, weights, &problem, form);
+    } else if UNIT_POS >= comptime!(form.storer()) {
+        store::<E>(base, out, residual, moments, &problem, form);
     }
 }
 
-/// What the two warpgroups do.
+/// What the warpgroups do.
 #[cube]
-fn multiply<NS: Size, NM: Size>(base: u32, bias: &[f32], problem: &Problem, pixel_loads: u32, #[comptime] form: Form) {
+fn multiply<NS: Size, NM: Size>(base: u32, bias: &[f32], problem: &Problem, #[comptime] form: Form) {
     let half = comptime!(form.half);
     let group = UNIT_POS / GROUP;
     let unit = UNIT_POS % GROUP;
     let warp = unit / 32;
     let lane = unit % 32;
-    let weight_descriptor = descriptor(base + comptime!(form.weights_at()) + group * comptime!(WEIGHT_BYTES / 2));
+    let weight_descriptor = descriptor(base + comptime!(form.weights_at()) + group * (GROUP_CHANNELS * ROW_BYTES));
     let pixel_descriptor = descriptor(base);
     let barriers = base + comptime!(form.barriers_at());
     let signals = u32::cast_from(unit == 0);
-    let result = base + comptime!(form.results_at()) + group * RESULT_BYTES;
+    let result = base + comptime!(form.results_at()) + group * comptime!(form.result_bytes());
     let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
     let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
     // Where this lane's row of a matrix lies in 64 pixels by 64 channels of swizzled rows.
     let row = lane % 8;
     let lane_address = result + ((lane / 16) * 8 + row) * ROW_BYTES + ((warp * 2 + (lane / 8) % 2) ^ row) * 16;
 
+    let full_rows = problem.channels_in / ROW_CHANNELS;
+    let loads = comptime!(form.taps) * problem.channels_in.div_ceil(ROW_CHANNELS);
     let mut taken = 0u32;
     let mut phase = 0u32;
     let mut number = CUBE_POS_X;
@@ -389,16 +421,16 @@ fn multiply<NS: Size, NM: Size>(base: u32, bias: &[f32], problem: &Problem, pixe
             weights_taken / comptime!(form.weight_slots()) % 2,
             taken % comptime!(form.pixel_slots()),
             taken / comptime!(form.pixel_slots()) % 2,
-            pixel_loads,
+            full_rows,
             form,
         );
-        taken += pixel_loads;
+        taken += loads;
 
         // The last result has left the buffer, and the residual is in it.
         barrier_wait(ready, phase);
         phase = phase ^ 1;
         #[unroll]
-        for step in 0..comptime!(TILE_PIXELS / 16) {
+        for step in 0..comptime!(form.tile_pixels() / 16) {
             // Four matrices: pixels in pairs of this lane, 8 further on; each for both rows.
             let address = lane_address + comptime!(step * 16 * ROW_BYTES);
             let first = comptime!((step * 8) as usize);
@@ -437,9 +469,9 @@ fn load<E: Float>(
     x: &TensorMap<E, Tiled>,
     weights: &TensorMap<E, Tiled>,
     problem: &Problem,
-    channel_blocks: u32,
     #[comptime] form: Form,
 ) {
+    let channel_blocks = problem.channels_in.div_ceil(ROW_CHANNELS);
     let x_map = tensor_map_address(x);
     let weight_map = tensor_map_address(weights);
     let taps = comptime!(form.taps);
@@ -483,10 +515,10 @@ fn load<E: Float>(
                         base + comptime!(form.weights_empty()) + weight_slot * BARRIER_BYTES,
                         weight_phase,
                     );
-                    barrier_expect(full, WEIGHT_BYTES);
+                    barrier_expect(full, comptime!(form.weight_bytes()));
                     let k = (tap_y * taps + tap_x) * problem.channels_in + block * ROW_CHANNELS;
                     tma_load_2d(
-                        base + comptime!(form.weights_at()) + weight_slot * WEIGHT_BYTES,
+                        base + comptime!(form.weights_at()) + weight_slot * comptime!(form.weight_bytes()),
                         weight_map,
                         i32::cast_from(k),
                         weight_row,
@@ -504,12 +536,11 @@ fn load<E: Float>(
     }
 }
 
-/// What the storing warp of a warpgroup does: hands the buffer over, with the residual in it, takes the result away and its
-/// moments with it. A cube keeps to one tile of channels, so that it leaves one part of moments an image.
+/// What the storing warp does: hands the groups' buffers over, with the residual in them, takes the results away and their
+/// moments with them. A cube keeps to one tile of channels, so that it leaves one part of moments an image.
 #[cube]
 fn store<E: Float>(
     base: u32,
-    group: u32,
     out: &TensorMap<E, Tiled>,
     residual: ComptimeOption<&TensorMap<E, Tiled>>,
     moments: &mut [f32],
@@ -517,92 +548,109 @@ fn store<E: Float>(
     #[comptime] form: Form,
 ) {
     let out_map = tensor_map_address(out);
-    let result = base + comptime!(form.results_at()) + group * RESULT_BYTES;
-    let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
-    let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
-    let lane = UNIT_POS % 32;
+    let lane = UNIT_POS % WARP;
     let mut phase = 0u32;
     let mut number = CUBE_POS_X;
     for image in 0..problem.images {
         let end = problem.tiles / problem.images * (image + 1);
         let mut count = 0.0f32;
-        let mut low = ChannelMoments {
-            mean: 0.0f32,
-            m2: 0.0f32,
-        };
-        let mut high = ChannelMoments {
-            mean: 0.0f32,
-            m2: 0.0f32,
-        };
+        // Of a group: mean and m2 of this lane's two channels.
+        let mut running = Array::<f32>::new(comptime!(form.groups as usize * 4));
+        #[unroll]
+        for i in 0..comptime!(form.groups as usize * 4) {
+            running[i] = 0.0f32;
+        }
         while number < end {
             let tile = tile(number, problem, form);
-            let channel = i32::cast_from(tile.channel + group * GROUP_CHANNELS);
             if lane == 0 {
-                #[comptime]
-                match residual {
-                    ComptimeOption::Some(residual) => {
-                        barrier_expect(ready, RESULT_BYTES);
-                        tma_load_image(
+                #[unroll]
+                for group in 0..comptime!(form.groups) {
+                    let ready = base + comptime!(form.result_ready() + group * BARRIER_BYTES);
+                    #[comptime]
+                    match residual {
+                        ComptimeOption::Some(residual) => {
+                            barrier_expect(ready, comptime!(form.result_bytes()));
+                            tma_load_image(
+                                base + comptime!(form.results_at() + group * form.result_bytes()),
+                                tensor_map_address(residual),
+                                i32::cast_from(tile.channel + comptime!(group * GROUP_CHANNELS)),
+                                i32::cast_from(tile.x),
+                                i32::cast_from(tile.y),
+                                i32::cast_from(tile.image),
+                                ready,
+                            );
+                        }
+                        ComptimeOption::None => barrier_arrive(ready),
+                    }
+                }
+            }
+            #[unroll]
+            for group in 0..comptime!(form.groups) {
+                let result = base + comptime!(form.results_at() + group * form.result_bytes());
+                let channel = i32::cast_from(tile.channel + comptime!(group * GROUP_CHANNELS));
+                barrier_wait(base + comptime!(form.result_done() + group * BARRIER_BYTES), phase);
+                if lane == 0 {
+                    if comptime!(form.phases() == 2) {
+                        tma_store_phase(
                             result,
-                            tensor_map_address(residual),
+                            out_map,
+                            channel,
+                            i32::cast_from(tile.phase_x),
+                            i32::cast_from(tile.x),
+                            i32::cast_from(tile.phase_y),
+                            i32::cast_from(tile.y),
+                        );
+                    } else {
+                        tma_store_image(
+                            result,
+                            out_map,
                             channel,
                             i32::cast_from(tile.x),
                             i32::cast_from(tile.y),
                             i32::cast_from(tile.image),
-                            ready,
                         );
                     }
-                    ComptimeOption::None => barrier_arrive(ready),
+                }
+                if comptime!(form.moments) {
+                    measure(
+                        result,
+                        lane,
+                        &tile,
+                        problem,
+                        count,
+                        &mut running,
+                        comptime!(group * 4),
+                        form,
+                    );
                 }
             }
-            barrier_wait(done, phase);
             phase = phase ^ 1;
-            if lane == 0 {
-                if comptime!(form.phases() == 2) {
-                    tma_store_phase(
-                        result,
-                        out_map,
-                        channel,
-                        i32::cast_from(tile.phase_x),
-                        i32::cast_from(tile.x),
-                        i32::cast_from(tile.phase_y),
-                        i32::cast_from(tile.y),
-                    );
-                } else {
-                    tma_store_image(
-                        result,
-                        out_map,
-                        channel,
-                        i32::cast_from(tile.x),
-                        i32::cast_from(tile.y),
-                        i32::cast_from(tile.image),
-                    );
-                }
-            }
-            if comptime!(form.moments) {
-                count = measure(result, lane, &tile, problem, count, &mut low, &mut high, form);
-            }
+            count += pixels(&tile, problem, form);
             if lane == 0 {
                 tma_store_wait_read();
             }
-            // The buffer is handed over when every lane has read it.
+            // The buffers are handed over when every lane has read them.
             sync_plane();
             number += CUBE_COUNT_X;
         }
         if comptime!(form.moments) {
-            let channel = CUBE_POS_X % problem.channel_tiles * TILE_CHANNELS + group * GROUP_CHANNELS + 2 * lane;
+            let tile_channel = CUBE_POS_X % problem.channel_tiles * comptime!(form.tile_channels());
             let parts = CUBE_COUNT_X / problem.channel_tiles;
             let part = image * parts + CUBE_POS_X / problem.channel_tiles;
             let plane = problem.channels_out as usize;
-            let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
-            // Channels are a multiple of 8.
-            if channel < problem.channels_out {
-                moments[at] = count;
-                moments[at + 1] = count;
-                moments[at + plane] = low.mean;
-                moments[at + plane + 1] = high.mean;
-                moments[at + 2 * plane] = low.m2;
-                moments[at + 2 * plane + 1] = high.m2;
+            #[unroll]
+            for group in 0..comptime!(form.groups) {
+                let channel = tile_channel + comptime!(group * GROUP_CHANNELS) + 2 * lane;
+                let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
+                // Channels are a multiple of 8.
+                if channel < problem.channels_out {
+                    #[unroll]
+                    for i in 0..2usize {
+                        moments[at + i] = count;
+                        moments[at + plane + i] = running[comptime!(group as usize * 4 + 2 * i)];
+                        moments[at + 2 * plane + i] = running[comptime!(group as usize * 4 + 2 * i + 1)];
+                    }
+                }
             }
         }
     }
@@ -611,8 +659,22 @@ fn store<E: Float>(
     }
 }
 
-/// Adds the moments of a result in shared memory to those of `total` pixels before it, and returns how many there are now;
-/// a lane has two neighbouring channels.
+/// Rows and columns of a tile that are in the image.
+#[cube]
+fn inside(tile: &Tile, problem: &Problem, #[comptime] form: Form) -> (u32, u32) {
+    let height = u32::min(problem.height - tile.y, comptime!(form.tile_height));
+    let width = u32::min(problem.width - tile.x, comptime!(form.tile_width));
+    (height, width)
+}
+
+#[cube]
+fn pixels(tile: &Tile, problem: &Problem, #[comptime] form: Form) -> f32 {
+    let (height, width) = inside(tile, problem, form);
+    f32::cast_from(height * width)
+}
+
+/// Merges the moments of a result in shared memory into those of `total` pixels before it; a lane has two neighbouring
+/// channels.
 #[cube]
 fn measure(
     result: u32,
@@ -620,16 +682,15 @@ fn measure(
     tile: &Tile,
     problem: &Problem,
     total: f32,
-    low: &mut ChannelMoments,
-    high: &mut ChannelMoments,
+    running: &mut Array<f32>,
+    #[comptime] at: u32,
     #[comptime] form: Form,
-) -> f32 {
+) {
     let half = comptime!(form.half);
-    let height = u32::min(problem.height - tile.y, comptime!(form.tile_height));
-    let width = u32::min(problem.width - tile.x, comptime!(form.tile_width));
+    let (height, width) = inside(tile, problem, form);
     let first = load_shared(result + lane * 4);
-    let mut low_pixels = deviations(unpack_low(first, half));
-    let mut high_pixels = deviations(unpack_high(first, half));
+    let mut low = deviations(unpack_low(first, half));
+    let mut high = deviations(unpack_high(first, half));
     for y in 0..height {
         for block in 0..width.div_ceil(8) {
             let rows = result + (y * comptime!(form.tile_width) + block * 8) * ROW_BYTES + lane % 4 * 4;
@@ -642,16 +703,23 @@ fn measure(
             #[unroll]
             for i in 0..8u32 {
                 if block * 8 + i < width {
-                    add_pixel(&mut low_pixels, unpack_low(pairs[comptime!(i as usize)], half));
-                    add_pixel(&mut high_pixels, unpack_high(pairs[comptime!(i as usize)], half));
+                    add_pixel(&mut low, unpack_low(pairs[comptime!(i as usize)], half));
+                    add_pixel(&mut high, unpack_high(pairs[comptime!(i as usize)], half));
                 }
             }
         }
     }
     let count = f32::cast_from(height * width);
-    merge(low, total, &low_pixels, count);
-    merge(high, total, &high_pixels, count);
-    total + count
+    merge(running, at, total, &low, count);
+    merge(running, comptime!(at + 2), total, &high, count);
+}
+
+/// Heights and widths of the tiles of that many warpgroups.
+fn tile_shapes(groups: u32) -> [(u32, u32); 4] {
+    match groups {
+        3 => [(12, 16), (24, 8), (6, 32), (3, 64)],
+        _ => [(16, 16), (8, 32), (32, 8), (4, 64)],
+    }
 }
 
 /// A convolution to run, of multiples of 8 channels as TMA wants them: buffers are contiguous, weights `[phases^2, channels_out, taps^2 * channels_in]`.
@@ -675,17 +743,21 @@ pub(in crate::gpu) struct HopperConv<'a> {
 }
 
 impl HopperConv<'_> {
-    /// The form with the tile that wastes least of the image's area, and among those loads the smallest halo.
+    /// The form with the tile that wastes least of channels and of the image's area, and among those loads the smallest halo.
     fn form(&self) -> Form {
+        let waste = |groups: &u32| self.channels_out.next_multiple_of((groups * GROUP_CHANNELS) as usize);
+        let groups = [2, 3].into_iter().min_by_key(waste).unwrap_or(2);
         let cost = |&(tile_height, tile_width): &(u32, u32)| {
             let tiles = self.height.div_ceil(tile_height as usize) * self.width.div_ceil(tile_width as usize);
-            (tiles, tile_height.abs_diff(16))
+            (tiles, tile_height.abs_diff(tile_width))
         };
-        let shapes = [(16, 16), (8, 32), (32, 8), (4, 64)];
-        let (tile_height, tile_width) = shapes.into_iter().min_by_key(cost).unwrap_or((16, 16));
+        let shapes = tile_shapes(groups);
+        let (tile_height, tile_width) = shapes.into_iter().min_by_key(cost).unwrap_or(shapes[0]);
         Form {
             half: self.half,
             taps: self.taps,
+            groups,
+            tail_steps: (self.channels_in as u32 % ROW_CHANNELS).div_ceil(MMA_DEPTH),
             tile_height,
             tile_width,
             residual: self.residual.is_some(),
@@ -699,7 +771,7 @@ impl HopperConv<'_> {
         let phases = form.phases() as usize;
         let (tile_height, tile_width) = (form.tile_height as usize, form.tile_width as usize);
         let (tiles_y, tiles_x) = (self.height.div_ceil(tile_height), self.width.div_ceil(tile_width));
-        let channel_tiles = self.channels_out.div_ceil(TILE_CHANNELS as usize);
+        let channel_tiles = self.channels_out.div_ceil(form.tile_channels() as usize);
         // A phase of a doubled image is seen through five dimensions, which leaves none for the batch.
         let launches = if phases == 2 { self.batch } else { 1 };
         let images = self.batch / launches;
@@ -731,7 +803,7 @@ impl HopperConv<'_> {
             let depth = taps * self.channels_in;
             let weights = map(
                 self.weight.clone(),
-                &[TILE_CHANNELS as usize, ROW_CHANNELS as usize],
+                &[form.tile_channels() as usize, ROW_CHANNELS as usize],
                 &[depth, 1],
                 &[phases * phases * self.channels_out, depth],
             );
@@ -782,8 +854,8 @@ impl HopperConv<'_> {
                 hopper_conv_kernel::launch_unchecked(
                     client,
                     CubeCount::Static((parts * channel_tiles) as u32, 1, 1),
-                    CubeDim::new_1d(UNITS),
-                    SUMS as usize,
+                    CubeDim::new_1d(form.units()),
+                    form.sum_vector(),
                     4usize,
                     x_map,
                     weights,
@@ -801,62 +873,82 @@ impl HopperConv<'_> {
     }
 }
 
-/// Every form of the kernel, as CUDA C++.
+/// Forms of the kernel as CUDA C++: all of bf16's without a tail, the others with one tile.
 #[cfg(test)]
 pub(in crate::gpu) fn emit_all() {
+    for groups in [2, 3] {
+        for taps in [1, 2, 3] {
+            for (residual, moments) in [(false, false), (false, true), (true, true)] {
+                let shapes = tile_shapes(groups);
+                let form = |half, (tile_height, tile_width), tail_steps| Form {
+                    half,
+                    taps,
+                    groups,
+                    tail_steps,
+                    tile_height,
+                    tile_width,
+                    residual,
+                    moments,
+                };
+                for shape in shapes {
+                    emit_form(form(Half::Bf16, shape, 0));
+                }
+                emit_form(form(Half::F16, shapes[0], 0));
+                emit_form(form(Half::Bf16, shapes[0], 2));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+fn emit_form(form: Form) {
     use crate::gpu::emit::{device_properties, emit, settings, target_properties};
     use cubecl::ir::FloatKind;
 
     let argument = || BufferCompilationArg { inplace: None };
-    for (half, float) in [(Half::Bf16, FloatKind::BF16), (Half::F16, FloatKind::F16)] {
-        for taps in [1, 2, 3] {
-            for (tile_height, tile_width) in [(16, 16), (8, 32), (32, 8), (4, 64)] {
-                for (residual, moments) in [(false, false), (false, true), (true, true)] {
-                    let form = Form {
-                        half,
-                        taps,
-                        tile_height,
-                        tile_width,
-                        residual,
-                        moments,
-                    };
-                    let kernel = hopper_conv_kernel::HopperConvKernel::new(
-                        settings(CubeDim::new_1d(UNITS)),
-                        device_properties(),
-                        target_properties(),
-                        (),
-                        (),
-                        (),
-                        if residual {
-                            ComptimeOptionCompilationArg::Some(())
-                        } else {
-                            ComptimeOptionCompilationArg::None
-                        },
-                        argument(),
-                        argument(),
-                        ProblemCompilationArg {
-                            height: (),
-                            width: (),
-                            channels_in: (),
-                            channels_out: (),
-                            images: (),
-                            tiles_y: (),
-                            tiles_x: (),
-                            channel_tiles: (),
-                            tiles: (),
-                        },
-                        SUMS as usize,
-                        4,
-                        form,
-                        ElemType::Float(float),
-                    );
-                    let name = format!(
-                        "conv_{}_{taps}_{tile_height}x{tile_width}_{residual}_{moments}",
-                        half.name()
-                    );
-                    emit(&name, &kernel);
-                }
-            }
-        }
-    }
+    let kernel = hopper_conv_kernel::HopperConvKernel::new(
+        settings(CubeDim::new_1d(form.units())),
+        device_properties(),
+        target_properties(),
+        (),
+        (),
+        (),
+        match form.residual {
+            true => ComptimeOptionCompilationArg::Some(()),
+            false => ComptimeOptionCompilationArg::None,
+        },
+        argument(),
+        argument(),
+        ProblemCompilationArg {
+            height: (),
+            width: (),
+            channels_in: (),
+            channels_out: (),
+            images: (),
+            tiles_y: (),
+            tiles_x: (),
+            channel_tiles: (),
+            tiles: (),
+        },
+        form.sum_vector(),
+        4,
+        form,
+        ElemType::Float(match form.half {
+            Half::F16 => FloatKind::F16,
+            Half::Bf16 => FloatKind::BF16,
+        }),
+    );
+    let Form {
+        half,
+        taps,
+        groups,
+        tail_steps,
+        tile_height,
+        tile_width,
+        residual,
+        moments,
+    } = form;
+    let half = half.name();
+    let name = format!("conv_{half}_{taps}_{groups}_{tile_height}x{tile_width}_{tail_steps}_{residual}_{moments}");
+    emit(&name, &kernel);
 }
