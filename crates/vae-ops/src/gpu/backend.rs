@@ -1,5 +1,5 @@
 use burn::{
-    backend::{TensorMetadata, cubecl::dtype_to_storage_type, ops::FloatTensorOps, tensor::FloatTensor},
+    backend::{TensorMetadata, cubecl::dtype_to_storage_type, tensor::FloatTensor},
     tensor::{DType, FloatDType, Shape},
 };
 use burn_cubecl::{
@@ -14,27 +14,26 @@ use super::{
     gemm::{Engine, Gemm, Operand, Window},
     group_norm::{self, MOMENTS, Moments},
     launch::Rows,
+    pack::pack,
 };
 use crate::fused::{ConvKind, ConvOutput, ConvSpec, FusedOps, NormSpec, OptionalTensor};
 use crate::support::{ConvEngine, GpuProfile};
 
 impl FusedOps for CubeBackend {
     fn pack_conv_weight(weight: FloatTensor<Self>, kind: ConvKind, dtype: FloatDType) -> FloatTensor<Self> {
+        let weight = into_contiguous(weight);
         let [channels_out, channels_in, _, _] = dims(&weight);
-        let weight = Self::float_cast(weight, FloatDType::F32);
-        // [O, I, kh, kw] to [O, kh, kw, I]: k runs along the input's channels.
-        let weight = Self::float_permute(weight, &[0, 2, 3, 1]);
-        let packed = match kind {
-            ConvKind::Point | ConvKind::Square => weight,
-            ConvKind::Upsample => {
-                let phases = [0, 1].map(|y| [0, 1].map(|x| fold_taps(fold_taps(weight.clone(), 1, y), 2, x)));
-                Self::float_cat(phases.into_iter().flatten().collect(), 0)
-            }
-        };
-        let phases = kind.phases() * kind.phases();
-        let taps = kind.taps() * kind.taps();
-        let packed = Self::float_reshape(packed, Shape::new([phases * channels_out, taps * channels_in]));
-        into_contiguous(Self::float_cast(packed, dtype))
+        let rows = kind.phases() * kind.phases() * channels_out;
+        let depth = kind.taps() * kind.taps() * channels_in;
+        let packed = empty_like(&weight, Shape::new([rows, depth]), dtype.into());
+        pack(
+            &weight.client,
+            kind,
+            [channels_out, channels_in],
+            (&weight.handle, elem(weight.dtype)),
+            (&packed.handle, elem(packed.dtype)),
+        );
+        packed
     }
 
     fn fused_conv(
@@ -81,6 +80,7 @@ impl FusedOps for CubeBackend {
             [&weight.handle, &bias.handle],
             spec,
             (!in_place).then_some(&y.handle),
+            GpuProfile::of(&x.client).sm_90a,
         );
         y
     }
@@ -253,20 +253,6 @@ fn conv(
         y,
         moments: OptionalTensor::None,
     }
-}
-
-/// The 3 taps of an axis as the 2 that are left of them when pixels come in equal pairs.
-fn fold_taps(weight: CubeTensor, axis: usize, phase: usize) -> CubeTensor {
-    let tap = |i: usize| {
-        let mut slices = vec![burn::tensor::Slice::full(); 4];
-        slices[axis] = burn::tensor::Slice::new(i as isize, Some(i as isize + 1), 1);
-        CubeBackend::float_slice(weight.clone(), &slices)
-    };
-    let taps = match phase {
-        0 => [tap(0), CubeBackend::float_add(tap(1), tap(2))],
-        _ => [CubeBackend::float_add(tap(0), tap(1)), tap(2)],
-    };
-    CubeBackend::float_cat(taps.into(), axis)
 }
 
 #[cfg(feature = "hopper")]

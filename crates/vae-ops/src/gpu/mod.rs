@@ -14,4 +14,5 @@ mod group_norm;
 )]
 mod hopper;
 mod launch;
+mod pack;
 mod softmax;

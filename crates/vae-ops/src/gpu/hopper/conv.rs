@@ -1,10 +1,10 @@
 //! Channels-last convolutions (3x3, 1x1, and 3x3 of a doubled image) with a fused epilogue.
 //!
 //! A cube computes tiles of 256 pixels by 128 output channels, or 192 by 192 where that wastes less. Two or three
-//! warpgroups multiply (64 channels each, weights as the rows of wgmma and pixels as its columns), one thread loads and one
-//! warp stores: loops that meet only at mbarriers. The pixels of a tile are loaded once for each horizontal tap; the
-//! vertical taps read the same shared memory, some rows further down. The storing warp also takes the moments of what it
-//! stores, under the products of the next tile.
+//! warpgroups multiply (64 channels each, weights as the rows of wgmma and pixels as its columns), one thread loads and a warp
+//! for each warpgroup stores: loops that meet only at mbarriers. The pixels of a tile are loaded once for each horizontal
+//! tap; the vertical taps read the same shared memory, some rows further down. A storing warp also takes the moments of what
+//! it stores, under the products of the next tile.
 
 use cubecl::{prelude::*, server::Handle};
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
@@ -17,6 +17,8 @@ use crate::gpu::{
 
 /// Channels of a warpgroup: the rows of wgmma.
 const GROUP_CHANNELS: u32 = 64;
+/// Channels of a storing lane: 16 bytes.
+const LANE_CHANNELS: usize = 8;
 /// Units of a warpgroup and of a warp.
 const GROUP: u32 = 128;
 const WARP: u32 = 32;
@@ -61,9 +63,9 @@ impl Form {
     fn sum_vector(&self) -> usize {
         self.sums().next_power_of_two() as usize
     }
-    /// The multiplying warpgroups, then a warp of which one unit loads, then one that stores.
+    /// The multiplying warpgroups, then a warp of which one unit loads, then a storing warp for each group.
     fn units(&self) -> u32 {
-        self.storer() + WARP
+        self.storer() + self.groups * WARP
     }
     fn loader(&self) -> u32 {
         self.groups * GROUP
@@ -130,7 +132,7 @@ impl Form {
     /// assembly would be copied and wgmma serialised.
     ///
     /// Inputs: `$1` weight descriptor, `$2` pixel descriptor, `$3` address of the barriers, `$4` whether this unit signals,
-    /// `$5` and `$6` slot and phase of the weights' ring, `$7` and `$8` of the pixels' ring, `$9` full rows of channels.
+    /// `$5` and `$6` slot and phase of the weights' ring, `$7` and `$8` of the pixels' ring, `$9` rows of channels taken whole.
     pub fn main_loop(&self) -> String {
         let mut ptx = String::from(
             "{\n.reg .pred done, adds, signals, wraps;\n.reg .b32 bar, started, tap, count, wslot, wphase, pslot, pphase;\n\
@@ -288,38 +290,20 @@ fn tile(number: u32, problem: &Problem, #[comptime] form: Form) -> Tile {
     }
 }
 
-/// Sums of a channel's pixels as deviations from one of them, so that a mean far from zero costs no digits.
-#[derive(CubeType, Clone, Copy)]
-struct Deviations {
-    from: f32,
-    sum: f32,
-    squares: f32,
+/// Moments of a storing lane's channels: means and sums of squared deviations from them.
+#[derive(CubeType)]
+struct LaneMoments {
+    count: f32,
+    means: Array<f32>,
+    m2s: Array<f32>,
 }
 
+/// Merges others' moments of a channel: `share` is what their count is of `count` and theirs.
 #[cube]
-fn deviations(from: f32) -> Deviations {
-    Deviations {
-        from,
-        sum: 0.0f32,
-        squares: 0.0f32,
-    }
-}
-
-#[cube]
-fn add_pixel(deviations: &mut Deviations, value: f32) {
-    let deviation = value - deviations.from;
-    deviations.sum += deviation;
-    deviations.squares += deviation * deviation;
-}
-
-/// Merges the moments of `count` more pixels, a mean and a sum of squares, into those of `total`.
-#[cube]
-fn merge(moments: &mut Array<f32>, #[comptime] at: u32, total: f32, more: &Deviations, count: f32) {
-    let mean = more.sum / count;
-    let delta = more.from + mean - moments[comptime!(at as usize)];
-    let share = count / (total + count);
-    moments[comptime!(at as usize)] += delta * share;
-    moments[comptime!(at as usize + 1)] += more.squares - more.sum * mean + delta * delta * total * share;
+fn merge(moments: &mut LaneMoments, #[comptime] channel: usize, share: f32, mean: f32, m2: f32) {
+    let delta = mean - moments.means[channel];
+    moments.means[channel] += delta * share;
+    moments.m2s[channel] += m2 + delta * delta * moments.count * share;
 }
 
 #[cube(launch_unchecked)]
@@ -370,7 +354,8 @@ fn hopper_conv_kernel<E: Float, NS: Size, NM: Size>(
     } else if UNIT_POS == comptime!(form.loader()) {
         load::<E>(base, x, weights, &problem, form);
     } else if UNIT_POS >= comptime!(form.storer()) {
-        store::<E>(base, out, residual, moments, &problem, form);
+        let group = (UNIT_POS - comptime!(form.storer())) / WARP;
+        store::<E, NM>(base, group, out, residual, moments, &problem, form);
     }
 }
 
@@ -393,8 +378,9 @@ fn multiply<NS: Size, NM: Size>(base: u32, bias: &[f32], problem: &Problem, #[co
     let row = lane % 8;
     let lane_address = result + ((lane / 16) * 8 + row) * ROW_BYTES + ((warp * 2 + (lane / 8) % 2) ^ row) * 16;
 
-    let full_rows = problem.channels_in / ROW_CHANNELS;
-    let loads = comptime!(form.taps) * problem.channels_in.div_ceil(ROW_CHANNELS);
+    let rows = problem.channels_in.div_ceil(ROW_CHANNELS);
+    let full_rows = if comptime!(form.tail_steps > 0) { rows - 1 } else { rows };
+    let loads = comptime!(form.taps) * rows;
     let mut taken = 0u32;
     let mut phase = 0u32;
     let mut number = CUBE_POS_X;
@@ -536,11 +522,12 @@ fn load<E: Float>(
     }
 }
 
-/// What the storing warp does: hands the groups' buffers over, with the residual in them, takes the results away and their
-/// moments with them. A cube keeps to one tile of channels, so that it leaves one part of moments an image.
+/// What the storing warp of a warpgroup does: hands the buffer over, with the residual in it, takes the result away and its
+/// moments with it. A cube keeps to one tile of channels, so that it leaves one part of moments an image.
 #[cube]
-fn store<E: Float>(
+fn store<E: Float, NM: Size>(
     base: u32,
+    group: u32,
     out: &TensorMap<E, Tiled>,
     residual: ComptimeOption<&TensorMap<E, Tiled>>,
     moments: &mut [f32],
@@ -548,108 +535,107 @@ fn store<E: Float>(
     #[comptime] form: Form,
 ) {
     let out_map = tensor_map_address(out);
+    let result = base + comptime!(form.results_at()) + group * comptime!(form.result_bytes());
+    let ready = base + comptime!(form.result_ready()) + group * BARRIER_BYTES;
+    let done = base + comptime!(form.result_done()) + group * BARRIER_BYTES;
     let lane = UNIT_POS % WARP;
     let mut phase = 0u32;
     let mut number = CUBE_POS_X;
     for image in 0..problem.images {
         let end = problem.tiles / problem.images * (image + 1);
-        let mut count = 0.0f32;
-        // Of a group: mean and m2 of this lane's two channels.
-        let mut running = Array::<f32>::new(comptime!(form.groups as usize * 4));
+        let mut measured = LaneMoments {
+            count: 0.0f32,
+            means: Array::new(LANE_CHANNELS),
+            m2s: Array::new(LANE_CHANNELS),
+        };
         #[unroll]
-        for i in 0..comptime!(form.groups as usize * 4) {
-            running[i] = 0.0f32;
+        for i in 0..LANE_CHANNELS {
+            measured.means[i] = 0.0f32;
+            measured.m2s[i] = 0.0f32;
         }
         while number < end {
             let tile = tile(number, problem, form);
+            let channel = i32::cast_from(tile.channel + group * GROUP_CHANNELS);
             if lane == 0 {
-                #[unroll]
-                for group in 0..comptime!(form.groups) {
-                    let ready = base + comptime!(form.result_ready() + group * BARRIER_BYTES);
-                    #[comptime]
-                    match residual {
-                        ComptimeOption::Some(residual) => {
-                            barrier_expect(ready, comptime!(form.result_bytes()));
-                            tma_load_image(
-                                base + comptime!(form.results_at() + group * form.result_bytes()),
-                                tensor_map_address(residual),
-                                i32::cast_from(tile.channel + comptime!(group * GROUP_CHANNELS)),
-                                i32::cast_from(tile.x),
-                                i32::cast_from(tile.y),
-                                i32::cast_from(tile.image),
-                                ready,
-                            );
-                        }
-                        ComptimeOption::None => barrier_arrive(ready),
-                    }
-                }
-            }
-            #[unroll]
-            for group in 0..comptime!(form.groups) {
-                let result = base + comptime!(form.results_at() + group * form.result_bytes());
-                let channel = i32::cast_from(tile.channel + comptime!(group * GROUP_CHANNELS));
-                barrier_wait(base + comptime!(form.result_done() + group * BARRIER_BYTES), phase);
-                if lane == 0 {
-                    if comptime!(form.phases() == 2) {
-                        tma_store_phase(
+                #[comptime]
+                match residual {
+                    ComptimeOption::Some(residual) => {
+                        barrier_expect(ready, comptime!(form.result_bytes()));
+                        tma_load_image(
                             result,
-                            out_map,
-                            channel,
-                            i32::cast_from(tile.phase_x),
-                            i32::cast_from(tile.x),
-                            i32::cast_from(tile.phase_y),
-                            i32::cast_from(tile.y),
-                        );
-                    } else {
-                        tma_store_image(
-                            result,
-                            out_map,
+                            tensor_map_address(residual),
                             channel,
                             i32::cast_from(tile.x),
                             i32::cast_from(tile.y),
                             i32::cast_from(tile.image),
+                            ready,
                         );
                     }
+                    ComptimeOption::None => barrier_arrive(ready),
                 }
-                if comptime!(form.moments) {
-                    measure(
+            }
+            barrier_wait(done, phase);
+            phase = phase ^ 1;
+            if lane == 0 {
+                if comptime!(form.phases() == 2) {
+                    tma_store_phase(
                         result,
-                        lane,
-                        &tile,
-                        problem,
-                        count,
-                        &mut running,
-                        comptime!(group * 4),
-                        form,
+                        out_map,
+                        channel,
+                        i32::cast_from(tile.phase_x),
+                        i32::cast_from(tile.x),
+                        i32::cast_from(tile.phase_y),
+                        i32::cast_from(tile.y),
+                    );
+                } else {
+                    tma_store_image(
+                        result,
+                        out_map,
+                        channel,
+                        i32::cast_from(tile.x),
+                        i32::cast_from(tile.y),
+                        i32::cast_from(tile.image),
                     );
                 }
             }
-            phase = phase ^ 1;
-            count += pixels(&tile, problem, form);
+            if comptime!(form.moments) {
+                measure::<NM>(result, lane, &tile, problem, &mut measured, form);
+            }
             if lane == 0 {
                 tma_store_wait_read();
             }
-            // The buffers are handed over when every lane has read them.
+            // The buffer is handed over when every lane has read it.
             sync_plane();
             number += CUBE_COUNT_X;
         }
         if comptime!(form.moments) {
+            // Lanes with the same channels, other pixels.
+            #[unroll]
+            for step in 0..2u32 {
+                let mask = comptime!(8u32 << step);
+                let others = shuffle_xor(measured.count, mask);
+                let share = others / f32::max(measured.count + others, 1.0);
+                #[unroll]
+                for i in 0..LANE_CHANNELS {
+                    let mean = shuffle_xor(measured.means[i], mask);
+                    let m2 = shuffle_xor(measured.m2s[i], mask);
+                    merge(&mut measured, i, share, mean, m2);
+                }
+                measured.count += others;
+            }
             let tile_channel = CUBE_POS_X % problem.channel_tiles * comptime!(form.tile_channels());
+            let channel = tile_channel + group * GROUP_CHANNELS + lane * comptime!(LANE_CHANNELS as u32);
             let parts = CUBE_COUNT_X / problem.channel_tiles;
             let part = image * parts + CUBE_POS_X / problem.channel_tiles;
             let plane = problem.channels_out as usize;
-            #[unroll]
-            for group in 0..comptime!(form.groups) {
-                let channel = tile_channel + comptime!(group * GROUP_CHANNELS) + 2 * lane;
-                let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
-                // Channels are a multiple of 8.
-                if channel < problem.channels_out {
-                    #[unroll]
-                    for i in 0..2usize {
-                        moments[at + i] = count;
-                        moments[at + plane + i] = running[comptime!(group as usize * 4 + 2 * i)];
-                        moments[at + 2 * plane + i] = running[comptime!(group as usize * 4 + 2 * i + 1)];
-                    }
+            let at = part as usize * comptime!(MOMENTS) * plane + channel as usize;
+            // Channels are a multiple of 8.
+            if lane < 8 && channel < problem.channels_out {
+                #[unroll]
+                for i in 0..LANE_CHANNELS {
+                    moments[at + i] = measured.count;
+                    moments[at + plane + i] = measured.means[i];
+                    moments[at + 2 * plane + i] = measured.m2s[i];
                 }
             }
         }
@@ -659,59 +645,69 @@ fn store<E: Float>(
     }
 }
 
-/// Rows and columns of a tile that are in the image.
+/// Merges the moments of a result in shared memory into those of the tiles before it. A lane has 16 bytes of every fourth
+/// pixel.
 #[cube]
-fn inside(tile: &Tile, problem: &Problem, #[comptime] form: Form) -> (u32, u32) {
-    let height = u32::min(problem.height - tile.y, comptime!(form.tile_height));
-    let width = u32::min(problem.width - tile.x, comptime!(form.tile_width));
-    (height, width)
-}
-
-#[cube]
-fn pixels(tile: &Tile, problem: &Problem, #[comptime] form: Form) -> f32 {
-    let (height, width) = inside(tile, problem, form);
-    f32::cast_from(height * width)
-}
-
-/// Merges the moments of a result in shared memory into those of `total` pixels before it; a lane has two neighbouring
-/// channels.
-#[cube]
-fn measure(
+fn measure<NM: Size>(
     result: u32,
     lane: u32,
     tile: &Tile,
     problem: &Problem,
-    total: f32,
-    running: &mut Array<f32>,
-    #[comptime] at: u32,
+    measured: &mut LaneMoments,
     #[comptime] form: Form,
 ) {
     let half = comptime!(form.half);
-    let (height, width) = inside(tile, problem, form);
-    let first = load_shared(result + lane * 4);
-    let mut low = deviations(unpack_low(first, half));
-    let mut high = deviations(unpack_high(first, half));
-    for y in 0..height {
-        for block in 0..width.div_ceil(8) {
-            let rows = result + (y * comptime!(form.tile_width) + block * 8) * ROW_BYTES + lane % 4 * 4;
-            // All loads of a block are in flight together.
-            let mut pairs = Array::<u32>::new(8usize);
-            #[unroll]
-            for i in 0..8u32 {
-                pairs[comptime!(i as usize)] = load_shared(rows + comptime!(i * ROW_BYTES) + ((lane / 4) ^ i) * 16);
-            }
-            #[unroll]
-            for i in 0..8u32 {
-                if block * 8 + i < width {
-                    add_pixel(&mut low, unpack_low(pairs[comptime!(i as usize)], half));
-                    add_pixel(&mut high, unpack_high(pairs[comptime!(i as usize)], half));
+    let height = problem.height - tile.y;
+    let width = problem.width - tile.x;
+    let row = lane / 8;
+    let column = lane % 8;
+    let even = result + row * ROW_BYTES + (column ^ row) * 16;
+    let odd = result + (row + 4) * ROW_BYTES + (column ^ (row + 4)) * 16;
+    // Deviations from the first pixel, so that a mean far from zero costs no digits.
+    let first = load_shared::<NM>(result + column * 16);
+    let mut from = Array::<f32>::new(LANE_CHANNELS);
+    let mut sums = Array::<f32>::new(LANE_CHANNELS);
+    let mut squares = Array::<f32>::new(LANE_CHANNELS);
+    #[unroll]
+    for i in 0..LANE_CHANNELS {
+        from[i] = unpack(first.extract(comptime!(i / 2)), comptime!(i % 2 == 1), half);
+        sums[i] = 0.0f32;
+        squares[i] = 0.0f32;
+    }
+    let mut count = 0.0f32;
+    for block in 0..comptime!(form.tile_pixels() / 32) {
+        // Loads of a block are in flight together: the tensor cores keep shared memory busy.
+        let mut loaded = Array::<Vector<u32, NM>>::new(8usize);
+        #[unroll]
+        for i in 0..8usize {
+            let rows = if comptime!(i % 2 == 0) { even } else { odd };
+            loaded[i] = load_shared::<NM>(rows + block * (32 * ROW_BYTES) + comptime!(i as u32 / 2 * 8 * ROW_BYTES));
+        }
+        #[unroll]
+        for i in 0..8usize {
+            let pixel = block * 32 + comptime!(i as u32 * 4);
+            let y = pixel / comptime!(form.tile_width);
+            let x = pixel % comptime!(form.tile_width) + row;
+            if y < height && x < width {
+                count += 1.0;
+                #[unroll]
+                for channel in 0..LANE_CHANNELS {
+                    let pair = loaded[i].extract(comptime!(channel / 2));
+                    let deviation = unpack(pair, comptime!(channel % 2 == 1), half) - from[channel];
+                    sums[channel] += deviation;
+                    squares[channel] += deviation * deviation;
                 }
             }
         }
     }
-    let count = f32::cast_from(height * width);
-    merge(running, at, total, &low, count);
-    merge(running, comptime!(at + 2), total, &high, count);
+    let share = count / f32::max(measured.count + count, 1.0);
+    let inverse = 1.0 / f32::max(count, 1.0);
+    #[unroll]
+    for i in 0..LANE_CHANNELS {
+        let mean = sums[i] * inverse;
+        merge(measured, i, share, from[i] + mean, squares[i] - sums[i] * mean);
+    }
+    measured.count += count;
 }
 
 /// Heights and widths of the tiles of that many warpgroups.
@@ -757,7 +753,11 @@ impl HopperConv<'_> {
             half: self.half,
             taps: self.taps,
             groups,
-            tail_steps: (self.channels_in as u32 % ROW_CHANNELS).div_ceil(MMA_DEPTH),
+            // So few channels are not worth a kernel of their own.
+            tail_steps: match self.channels_in as u32 {
+                ..ROW_CHANNELS => 0,
+                channels => (channels % ROW_CHANNELS).div_ceil(MMA_DEPTH),
+            },
             tile_height,
             tile_width,
             residual: self.residual.is_some(),

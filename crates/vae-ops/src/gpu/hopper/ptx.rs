@@ -189,12 +189,33 @@ pub(super) fn load_matrix_transposed<N: Size>(address: u32) -> Vector<u32, N> {
     values
 }
 
-/// Reads a word.
+/// The low or the high value of a packed pair.
 #[cube]
-pub(super) fn load_shared(address: u32) -> u32 {
-    let word: u32;
-    gpu_asm!("ld.shared::cta.u32 {w}, [{p}];", w = out(_) word, p = in(_) u32::cast_from(address));
-    word
+pub(super) fn unpack(packed: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 {
+    if comptime!(high) {
+        unpack_high(packed, half)
+    } else {
+        unpack_low(packed, half)
+    }
+}
+
+/// Reads 16 bytes.
+#[cube]
+pub(super) fn load_shared<N: Size>(address: u32) -> Vector<u32, N> {
+    let words: Vector<u32, N>;
+    gpu_asm!("ld.shared::cta.v4.u32 {{%0, %1, %2, %3}}, [{p}]; /* {d} */", d = out(_) words, p = in(_) u32::cast_from(address));
+    words
+}
+
+/// The value of the lane whose number differs by `mask`.
+#[cube]
+pub(super) fn shuffle_xor(value: f32, #[comptime] mask: u32) -> f32 {
+    let other: f32;
+    gpu_asm!(
+        "{{ .reg .b32 t; mov.b32 t, {v}; shfl.sync.bfly.b32 t, t, {mask}, 31, 0xffffffff; mov.b32 {r}, t; }}",
+        r = out(_) other, v = in(_) f32::cast_from(value)
+    );
+    other
 }
 
 /// The global address of an element of rows of `length` values, in 64 bits throughout.
