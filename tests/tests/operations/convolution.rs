@@ -192,11 +192,13 @@ fn check_case(rig: &Rig, case: Case) {
     let sums = if half { 1e-4 } else { 2e-5 } * magnitude;
     // The taps of a doubled image are sums, rounded once more: each of their products is off by up to a unit, and so is
     // their sum of random signs, but for one in 10^9 that has three.
-    let folded = half && kind == ConvKind::Upsample;
+    let folded = rig.rounds_folds && kind == ConvKind::Upsample;
     let taps = if folded { 3.0 * rig.unit() * magnitude } else { 0.0 };
     let bound = |i: usize| sums + taps + rig.unit() * expected.values[i].abs();
-    // Rounding once costs 1.65e-3 in bf16; rounding the taps costs as much again, and squares add up.
-    let relative = rig.relative(if folded { 2.5e-3 } else { 2e-3 });
+    // Rounding once costs 1.65e-3 in bf16; rounding the taps costs as much again, and squares add up. That is an average
+    // over many weights, and over values that do not all lie just above a power of two.
+    let average = case.mean == 0.0 && channels_in.min(channels_out) >= 8;
+    let relative = rig.relative(if folded { 2.5e-3 } else { 2e-3 }).filter(|_| average);
     rig.check(&found, &expected.values, bound, relative);
     if residual.is_none() {
         let plain = rig.run(0, || layer.forward(x.tensor.clone()));

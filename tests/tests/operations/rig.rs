@@ -11,6 +11,8 @@ use proptest::{
 pub struct Rig {
     pub device: Device,
     pub dtype: DType,
+    /// Folded weights are rounded to the type; the CPU keeps them in f32.
+    pub rounds_folds: bool,
     /// The kernels of sm_90a may run: shapes should be theirs, too.
     pub hopper: bool,
 }
@@ -32,6 +34,7 @@ impl Rig {
         Some(Self {
             device,
             dtype,
+            rounds_folds: name != "cpu" && dtype != DType::F32,
             hopper: name == "cuda" && dtype != DType::F32,
         })
     }
@@ -48,6 +51,12 @@ impl Rig {
     /// A bound of relative errors that is `bf16` in bf16 and less in f16, which has three bits more; none in f32.
     pub fn relative(&self, bf16: f64) -> Option<f64> {
         (self.dtype != DType::F32).then(|| bf16 * self.unit() * 2f64.powi(8))
+    }
+
+    /// Values rounded to the type.
+    pub fn rounded(&self, values: &[f64]) -> Vec<f64> {
+        let data = TensorData::new(values.to_vec(), [values.len()]).convert_dtype(self.dtype);
+        data.iter::<f64>().collect()
     }
 
     /// Puts values on the device.
