@@ -1,9 +1,14 @@
-//! What the integration tests share: fixtures, and decoding them through the library.
+//! What the integration tests share: fixtures, decoding them through the library, and full-size models without weights.
+
+pub mod random;
 
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
-use burn_vae::{DType, DeviceName, Latents, LoadOptions, Quality, VaeDecoder, latents_from_file};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::{DType as BurnDType, Device, Tensor, TensorData},
+};
+use burn_vae::{DType, DeviceName, Latents, LoadOptions, Quality, VaeDecoder, VaeModule, latents_from_file};
 use vae_io::{LatentFile, LatentsOptions, LatentsReading, VaeConfig};
 
 /// The models with random weights, each with the checkpoint files of the same weights.
@@ -117,4 +122,35 @@ pub fn difference(a: &[f32], b: &[f32]) -> (f32, f64) {
     let max = differences.clone().fold(0.0, f32::max);
     let mean = differences.map(f64::from).sum::<f64>() / a.len() as f64;
     (max, mean)
+}
+
+/// The paths of a module's parameters, in the order it visits them.
+pub fn parameter_names(module: &VaeModule) -> Vec<String> {
+    let mut names = ParameterNames::default();
+    match module {
+        VaeModule::AutoencoderKl(module) => module.visit(&mut names),
+        VaeModule::Flux2(module) => module.visit(&mut names),
+        _ => panic!("a third family"),
+    }
+    names.found
+}
+
+#[derive(Default)]
+struct ParameterNames {
+    path: Vec<String>,
+    found: Vec<String>,
+}
+
+impl ModuleVisitor for ParameterNames {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        self.found.push(self.path.join("."));
+    }
 }

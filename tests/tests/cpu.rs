@@ -1,14 +1,16 @@
 //! The library on the CPU, f32: against diffusers' own f32 outputs, and what must not change a bit.
 
 use burn::{
-    module::{Module, ModuleVisitor, Param},
+    module::Module,
     store::ModuleRecord,
     tensor::{Device, Tensor, TensorData},
 };
 use burn_vae::{
     AutoencoderKl, AutoencoderKlFlux2, DType, Latents, Quality, VaeConfig, VaeDecoder, VaeModule, latents_from_file,
 };
-use integration_tests::{MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, picture, read_tensor};
+use integration_tests::{
+    MICRO_MODELS, TRAINED_MODELS, decode, difference, fixture, load, micro, parameter_names, picture, read_tensor,
+};
 use vae_io::{LatentFile, LatentsOptions, LatentsReading};
 
 #[test]
@@ -142,33 +144,9 @@ fn parameters_are_named_as_in_diffusers_checkpoints() {
     expected
         .retain(|name| name != "bn.num_batches_tracked" && !name.starts_with("encoder") && !name.starts_with("quant"));
     expected.sort();
-    let VaeModule::Flux2(module) = load("micro-flux2-small", &device, DType::F32).into_module() else {
-        panic!("micro-flux2-small is FLUX.2")
-    };
-    let mut paths = Paths::default();
-    module.visit(&mut paths);
-    paths.found.sort();
-    assert_eq!(paths.found, expected);
-}
-
-#[derive(Default)]
-struct Paths {
-    path: Vec<String>,
-    found: Vec<String>,
-}
-
-impl ModuleVisitor for Paths {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
-        self.found.push(self.path.join("."));
-    }
+    let mut found = parameter_names(load("micro-flux2-small", &device, DType::F32).module());
+    found.sort();
+    assert_eq!(found, expected);
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! `Quality::High` against Lossless and against the CPU's f32, on every device that is there.
 
-use burn::tensor::Device;
-use burn_vae::{DType, Quality, VaeDecoder};
+use burn::{module::Module, store::ModuleRecord, tensor::Device};
+use burn_vae::{DType, Quality, VaeConfig, VaeDecoder, VaeModule};
 use integration_tests::{
-    MICRO_MODELS, PICTURES, TRAINED_MODELS, decode, decode_with, difference, fixture, load, micro, open, picture,
+    MICRO_MODELS, PICTURES, TRAINED_MODELS, decode, decode_with, difference, fixture, load, micro, open,
+    parameter_names, picture, random,
 };
 
 /// PSNR of images in -1..1.
@@ -102,32 +103,134 @@ fn cuda_bf16_errs_no_more_than_lossless() {
     }
 }
 
-/// The gate leaves no trace: Lossless has the same bits before and after High, and so has High.
+/// Lossless has the same bits before, between and after High, and so has High.
 fn gate_leaves_no_trace(device: &Device, dtype: DType) {
     let vae: VaeDecoder = load("micro-sd", device, dtype);
     let latents = || micro("micro-sd", device).0;
     let lossless = decode(&vae, latents());
     let high = decode_with(&vae, latents(), Quality::High);
     assert_ne!(lossless, high, "High ran Lossless");
-    assert_eq!(decode(&vae, latents()), lossless);
+    for _ in 0..2 {
+        assert_eq!(decode(&vae, latents()), lossless);
+        assert_eq!(decode_with(&vae, latents(), Quality::High), high);
+    }
+    // As in a decoder that never ran the other.
+    let fresh = load("micro-sd", device, dtype);
+    assert_eq!(decode_with(&fresh, latents(), Quality::High), high);
+}
+
+/// Folds of weights that are gone would decode to their picture.
+fn other_weights_decode_as_in_a_fresh_decoder(device: &Device, dtype: DType) {
+    let latents = || micro("micro-sd", device).0;
+    let vae = load("micro-sd", device, dtype);
+    let before = decode_with(&vae, latents(), Quality::High);
+
+    let config = VaeConfig::read(fixture("micro-sd/config.json")).unwrap();
+    let fresh = random::decoder(&config, device, vae.dtype());
+    let VaeModule::AutoencoderKl(other) = fresh.module().clone() else {
+        panic!("micro-sd is an AutoencoderKL")
+    };
+    let VaeModule::AutoencoderKl(module) = vae.into_module() else {
+        panic!("micro-sd is an AutoencoderKL")
+    };
+    let vae = VaeDecoder::from_module(module.load_record(other.into_record()));
+    let after = decode_with(&vae, latents(), Quality::High);
+    assert_ne!(after, before, "the weights are the same");
+    assert_eq!(after, decode_with(&fresh, latents(), Quality::High));
+    assert_eq!(decode(&vae, latents()), decode(&fresh, latents()));
+}
+
+/// What High derives from the weights is in no record.
+fn records_are_the_same_after_high(device: &Device, dtype: DType) {
+    let latents = || micro("micro-sd", device).0;
+    let vae = load("micro-sd", device, dtype);
+    let folder = tempfile::tempdir().unwrap();
+    let save = |name: &str| {
+        let VaeModule::AutoencoderKl(module) = vae.module().clone() else {
+            panic!("micro-sd is an AutoencoderKL")
+        };
+        let path = folder.path().join(name);
+        module.into_record().save(&path).unwrap();
+        std::fs::read(path).unwrap()
+    };
+    let (names, record) = (parameter_names(vae.module()), save("before.bpk"));
+    let high = decode_with(&vae, latents(), Quality::High);
+    assert_eq!(parameter_names(vae.module()), names);
+    assert!(save("after.bpk") == record, "the record's bytes are others");
+
+    let VaeModule::AutoencoderKl(module) = vae.into_module() else {
+        panic!("micro-sd is an AutoencoderKL")
+    };
+    let record = ModuleRecord::load(folder.path().join("after.bpk")).unwrap();
+    let vae = VaeDecoder::from_module(module.try_load_record(record).unwrap());
     assert_eq!(decode_with(&vae, latents(), Quality::High), high);
 }
 
-#[test]
-fn cpu_gate_leaves_no_trace() {
-    gate_leaves_no_trace(&Device::flex(), DType::F32);
+/// Threads that decode at once, the first calls of High among them, get what they get one after the other.
+fn threads_share_a_decoder(device: &Device, dtype: DType) {
+    let latents = || micro("micro-sd", device).0;
+    let expected = {
+        let vae = load("micro-sd", device, dtype);
+        Quality::ALL.map(|quality| decode_with(&vae, latents(), quality))
+    };
+    let vae = load("micro-sd", device, dtype);
+    let qualities = [Quality::High, Quality::Lossless, Quality::High];
+    let start = std::sync::Barrier::new(qualities.len());
+    std::thread::scope(|scope| {
+        for quality in qualities {
+            let (vae, start, expected) = (&vae, &start, &expected);
+            let latents = latents();
+            scope.spawn(move || {
+                start.wait();
+                for _ in 0..4 {
+                    let image = decode_with(vae, latents.clone(), quality);
+                    let expected = &expected[usize::from(quality == Quality::High)];
+                    assert!(image == *expected, "{quality} beside other threads");
+                }
+            });
+        }
+    });
 }
 
-#[test]
-fn wgpu_gate_leaves_no_trace() {
-    if let Some(device) = open("wgpu") {
-        gate_leaves_no_trace(&device, DType::F32);
-    }
+/// The tests of the gate on a device.
+macro_rules! gate_tests {
+    ($($module:ident: $device:literal in $dtype:ident;)*) => {$(
+        mod $module {
+            use super::*;
+
+            #[test]
+            fn gate_leaves_no_trace() {
+                if let Some(device) = open($device) {
+                    super::gate_leaves_no_trace(&device, DType::$dtype);
+                }
+            }
+
+            #[test]
+            fn other_weights_decode_as_in_a_fresh_decoder() {
+                if let Some(device) = open($device) {
+                    super::other_weights_decode_as_in_a_fresh_decoder(&device, DType::$dtype);
+                }
+            }
+
+            #[test]
+            fn records_are_the_same_after_high() {
+                if let Some(device) = open($device) {
+                    super::records_are_the_same_after_high(&device, DType::$dtype);
+                }
+            }
+
+            #[test]
+            fn threads_share_a_decoder() {
+                if let Some(device) = open($device) {
+                    super::threads_share_a_decoder(&device, DType::$dtype);
+                }
+            }
+        }
+    )*};
 }
 
-#[test]
-fn cuda_gate_leaves_no_trace() {
-    if let Some(device) = open("cuda") {
-        gate_leaves_no_trace(&device, DType::BF16);
-    }
+gate_tests! {
+    cpu: "cpu" in F32;
+    wgpu: "wgpu" in F32;
+    cuda: "cuda" in BF16;
 }

@@ -2,7 +2,6 @@
 
 mod card;
 mod protocol;
-mod random;
 mod report;
 mod row;
 

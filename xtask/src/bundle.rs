@@ -42,7 +42,7 @@ const BUILD: [&str; 5] = [
 const PROGRAMS: [&str; 2] = ["decode", "xtask"];
 
 /// Integration tests that have cases for GPUs.
-const TESTS: [&str; 3] = ["devices", "high", "operations"];
+const TESTS: [&str; 4] = ["devices", "full_size", "high", "operations"];
 
 /// Larger archives are refused: they are carried to hosts over slow or limited ways.
 const MAX_BYTES: u64 = 60 << 20;

@@ -11,8 +11,7 @@ use proptest::{
 pub struct Rig {
     pub device: Device,
     pub dtype: DType,
-    /// Folded weights are rounded to the type; the CPU keeps them in f32.
-    pub rounds_folds: bool,
+    pub gpu: bool,
     /// The kernels of sm_90a may run: shapes should be theirs, too.
     pub hopper: bool,
 }
@@ -34,7 +33,7 @@ impl Rig {
         Some(Self {
             device,
             dtype,
-            rounds_folds: name != "cpu" && dtype != DType::F32,
+            gpu: name != "cpu",
             hopper: name == "cuda" && dtype != DType::F32,
         })
     }
@@ -75,20 +74,20 @@ impl Rig {
     }
 
     /// What an operation gives: the same bits again when the memory that it is given was full of NaN, in pieces of up to
-    /// `scratch` elements.
+    /// its own size and up to `scratch` bytes.
     pub fn run(&self, scratch: usize, operation: impl Fn() -> Tensor<4>) -> Vec<f64> {
         let first = operation().into_data();
-        self.poison(first.num_elements().max(scratch));
+        self.poison(first.num_elements().max(scratch / self.dtype.size()));
         let second = operation().into_data();
         assert!(first.as_bytes() == second.as_bytes(), "two runs gave different bits");
         first.iter::<f64>().collect()
     }
 
-    /// Leaves NaN in free memory of the device's pool: in a few pieces of every size up to `elements`.
+    /// Leaves NaN in free memory of the device's pool: in two pieces of every size up to `elements`.
     pub fn poison(&self, elements: usize) {
         let sizes = (6..=elements.next_power_of_two().ilog2().max(6)).rev();
         let pieces: Vec<Tensor<1>> = sizes
-            .flat_map(|bits| [1usize << bits; 3])
+            .flat_map(|bits| [1usize << bits; 2])
             .map(|size| Tensor::full([size], f32::NAN, (&self.device, self.dtype)))
             .collect();
         drop(pieces);

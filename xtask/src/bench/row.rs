@@ -14,13 +14,13 @@ use burn_vae::{
     DType, DeviceName, Flux2Config, Latents, LoadOptions, Loaded, Quality, VaeConfig, VaeDecoder, float_dtype,
     latents_from_file, peak_memory,
 };
+use integration_tests::random;
 use serde::{Deserialize, Serialize};
 use vae_io::{Family, LatentFile, LatentsOptions, LatentsReading};
 
 use super::{
     card::{Card, device_name},
     protocol::{self, Decode, device_failed, median, milliseconds, read_last},
-    random,
     report::Row,
 };
 use crate::Result;

@@ -1,4 +1,4 @@
-//! Random weights and latents: the same numbers on every device, for benchmarks that need no checkpoint.
+//! Random weights and latents: the same numbers on every device, for tests and benchmarks that need no checkpoint.
 
 use burn::{
     module::{Module, ModuleMapper, Param},
