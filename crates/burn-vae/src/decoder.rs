@@ -242,3 +242,60 @@ pub fn float_dtype(dtype: DType, device: &Device) -> Result<FloatDType> {
             supported: "f32",
         })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AutoencoderKlConfig;
+
+    fn decoder() -> VaeDecoder {
+        let mut config = AutoencoderKlConfig::sd();
+        config.decoder.block_out_channels = vec![32, 64];
+        config.decoder.layers_per_block = 1;
+        VaeDecoder::from_module(AutoencoderKl::new(&config, &Device::flex()))
+    }
+
+    fn latents(channels: usize) -> Latents {
+        Latents::vae(Tensor::zeros([1, channels, 2, 3], &Device::flex()))
+    }
+
+    fn is_folded(vae: &VaeDecoder) -> bool {
+        vae.folded.get().is_some()
+    }
+
+    #[test]
+    fn lossless_folds_nothing() {
+        let vae = decoder();
+        vae.decode(latents(4), Quality::Lossless).unwrap();
+        vae.warm_up(&[(2, 3)], Quality::Lossless).unwrap();
+        for quality in Quality::ALL {
+            vae.plan(quality).unwrap();
+        }
+        assert!(!is_folded(&vae));
+    }
+
+    #[test]
+    fn high_folds_once() {
+        let vae = decoder();
+        vae.warm_up(&[(2, 3)], Quality::High).unwrap();
+        let folded: *const FoldedDecoder = vae.folded.get().unwrap();
+        vae.decode(latents(4), Quality::High).unwrap();
+        vae.decode(latents(4), Quality::Lossless).unwrap();
+        assert!(std::ptr::eq(folded, vae.folded.get().unwrap()));
+    }
+
+    #[test]
+    fn a_refused_decode_folds_nothing() {
+        let vae = decoder();
+        vae.decode(latents(5), Quality::High).unwrap_err();
+        assert!(!is_folded(&vae));
+    }
+
+    #[test]
+    fn a_module_that_was_taken_out_leaves_its_folds_behind() {
+        let vae = decoder();
+        vae.decode(latents(4), Quality::High).unwrap();
+        assert!(is_folded(&vae));
+        assert!(!is_folded(&VaeDecoder::from_module(vae.into_module())));
+    }
+}

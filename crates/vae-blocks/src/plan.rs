@@ -433,6 +433,77 @@ mod tests {
         assert_eq!(refused.as_deref(), Some("tensor cores would round f32"));
     }
 
+    /// A full-size decoder, `(latent channels, widths)`.
+    fn full_size(latent_channels: usize, block_out_channels: [usize; 4]) -> DecoderConfig {
+        DecoderConfig {
+            latent_channels,
+            out_channels: 3,
+            block_out_channels: block_out_channels.to_vec(),
+            layers_per_block: 2,
+            norm_num_groups: 32,
+            mid_block_add_attention: true,
+        }
+    }
+
+    /// Sites of a plan whose fastest implementation was refused, with the reasons.
+    fn refused(plan: &Plan) -> Vec<(&str, &str)> {
+        let refusals = plan.sites.iter();
+        refusals
+            .filter_map(|plan| Some((plan.site.path.as_str(), plan.refused.as_deref()?)))
+            .collect()
+    }
+
+    #[test]
+    fn an_h200_refuses_only_the_sites_of_sd_with_four_channels() {
+        let device = profile("cuda", Runtime::Gpu(h200()), &[DType::F32, F16, BF16]);
+        let plan = |config: &DecoderConfig| Plan::new(config, true, &device, BF16, Quality::High).unwrap();
+        // FLUX.2, its small decoder with attention of 384, FLUX.1.
+        for (latents, widths) in [
+            (32, [128, 256, 512, 512]),
+            (32, [96, 192, 384, 384]),
+            (16, [128, 256, 512, 512]),
+        ] {
+            assert_eq!(refused(&plan(&full_size(latents, widths))), []);
+        }
+        let plan = plan(&full_size(4, [128, 256, 512, 512]));
+        let four = |to: usize| format!("the sm_90a kernels take multiples of 8 channels, not 4 to {to}");
+        let expected = [("post_quant_conv", four(4)), ("decoder.conv_in", four(512))];
+        assert_eq!(
+            refused(&plan),
+            expected.each_ref().map(|(path, reason)| (*path, reason.as_str()))
+        );
+        // What `decode --explain` prints.
+        let text = plan.to_string();
+        assert!(text.starts_with("quality high, device cuda, bf16, "), "{text}");
+        let line = |path: &str| {
+            text.lines()
+                .find(|line| line.trim_start().starts_with(path))
+                .unwrap()
+                .trim_end()
+        };
+        let conv_in = line("decoder.conv_in");
+        assert!(
+            conv_in.ends_with(&format!("fused, tensor cores ({})", four(512))),
+            "{conv_in}"
+        );
+        let conv_out = line("decoder.conv_out");
+        assert!(conv_out.ends_with("fused, sm_90a kernel"), "{conv_out}");
+        let attention = line("decoder.mid_block.attentions.0");
+        assert!(attention.ends_with("folded, in chunks, sm_90a kernel"), "{attention}");
+    }
+
+    #[test]
+    fn attention_of_a_width_that_is_none_of_the_sm_90a_kernels_is_refused_alone() {
+        let device = profile("cuda", Runtime::Gpu(h200()), &[DType::F32, F16, BF16]);
+        for widest in [96, 1024] {
+            let config = full_size(16, [128, 256, 256, widest]);
+            let plan = Plan::new(&config, false, &device, F16, Quality::High).unwrap();
+            let reason = format!("the sm_90a kernels take multiples of 64 channels up to 512, not {widest}");
+            assert_eq!(refused(&plan), [("decoder.mid_block.attentions.0", reason.as_str())]);
+        }
+    }
+
+    /// Refused at every site but the norms, for one reason.
     #[test]
     fn an_ampere_runs_tensor_cores_and_says_why_not_the_hopper_kernel() {
         let gpu = GpuProfile {
@@ -441,9 +512,42 @@ mod tests {
             ..h200()
         };
         let device = profile("cuda", Runtime::Gpu(gpu), &[DType::F32, F16, BF16]);
-        let (_, conv, refused) = engines(&device, F16).swap_remove(3);
-        assert_eq!(conv, Implementation::FusedConv(ConvEngine::TensorCore));
-        assert!(refused.unwrap().contains("sm_90"));
+        for dtype in [F16, BF16] {
+            for (path, implementation, refused) in engines(&device, dtype) {
+                match implementation {
+                    Implementation::FusedNorm => assert_eq!(refused, None, "{path}"),
+                    Implementation::FusedConv(engine) | Implementation::FusedAttention(engine) => {
+                        assert_eq!(engine, ConvEngine::TensorCore, "{path}");
+                        let reason = "the sm_90a kernels need an NVIDIA sm_90 and a build with `hopper`";
+                        assert_eq!(refused.as_deref(), Some(reason), "{path}");
+                    }
+                    Implementation::Stock => panic!("{path} is stock"),
+                }
+            }
+        }
+    }
+
+    /// What `decode --explain` prints of a device where one reason holds everywhere.
+    #[test]
+    fn a_plan_prints_the_reason_at_every_site_it_holds_for() {
+        let device = profile("cuda", Runtime::Gpu(h200()), &[DType::F32, F16, BF16]);
+        let plan = Plan::new(&small(1, true), true, &device, DType::F32, Quality::High).unwrap();
+        let text = plan.to_string();
+        let sites: Vec<&str> = text.lines().skip(1).collect();
+        assert_eq!(sites.len(), plan.sites.len());
+        for line in sites {
+            let norm = line.contains("group norm");
+            let ending = if norm {
+                "fused, two passes"
+            } else {
+                "multiply-adds (tensor cores would round f32)"
+            };
+            assert!(line.ends_with(ending), "{line}");
+        }
+        let lossless = Plan::new(&small(1, true), true, &device, DType::F32, Quality::Lossless).unwrap();
+        for line in lossless.to_string().lines().skip(1) {
+            assert!(line.ends_with("stock Burn operations"), "{line}");
+        }
     }
 
     #[test]
