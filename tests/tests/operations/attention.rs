@@ -1,6 +1,6 @@
 //! Attention of one wide head, with its norm, projections and residual.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use proptest::{prelude::*, sample::select};
 use vae_ops::{AttentionWeight, ConvKind, ConvWeight, NormWeight};
 
@@ -29,13 +29,15 @@ fn case(
     channels: impl Strategy<Value = usize>,
 ) -> impl Strategy<Value = Case> {
     let scores = select(vec![0.0, 1.0, 8.0, 30.0]);
-    (size, channels, scores, any::<bool>(), any::<u64>()).prop_map(|(size, channels, scores, growing, seed)| Case {
-        size,
-        channels,
-        scores,
-        growing,
-        seed,
-    })
+    (size, channels, scores, any::<bool>(), any::<u64>().no_shrink()).prop_map(
+        |(size, channels, scores, growing, seed)| Case {
+            size,
+            channels,
+            scores,
+            growing,
+            seed,
+        },
+    )
 }
 
 pub fn check(rig: &Rig) {
@@ -47,7 +49,7 @@ pub fn check(rig: &Rig) {
         seed: 1,
     };
     check_case(rig, fixed([1, 1, 1], 16, 1.0));
-    if rig.gpu && rig.dtype == DType::F32 {
+    if rig.gpu && !rig.is_half() {
         // Several chunks of queries.
         check_case(rig, fixed([1, 76, 77], 8, 1.0));
     }

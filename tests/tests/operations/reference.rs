@@ -152,7 +152,6 @@ pub fn attention(query: &[f64], key: &[f64], value: &[f64], channels: usize) -> 
         .par_chunks_exact_mut(channels)
         .zip(query.par_chunks_exact(channels))
         .map(|(out, query)| {
-            // Products in order, without rayon: rows are spread already.
             let mut scores = vec![0.0; tokens];
             for (query, key) in query.iter().zip(key.chunks_exact(tokens)) {
                 scores

@@ -38,6 +38,11 @@ impl Rig {
         })
     }
 
+    /// The type has 16 bits.
+    pub fn is_half(&self) -> bool {
+        self.dtype != DType::F32
+    }
+
     /// The most that rounding to the type changes a value of one.
     pub fn unit(&self) -> f64 {
         match self.dtype {
@@ -49,7 +54,7 @@ impl Rig {
 
     /// A bound of relative errors that is `bf16` in bf16 and less in f16, which has three bits more; none in f32.
     pub fn relative(&self, bf16: f64) -> Option<f64> {
-        (self.dtype != DType::F32).then(|| bf16 * self.unit() * 2f64.powi(8))
+        self.is_half().then(|| bf16 * self.unit() * 2f64.powi(8))
     }
 
     /// Values rounded to the type.
@@ -83,7 +88,8 @@ impl Rig {
         first.iter::<f64>().collect()
     }
 
-    /// Leaves NaN in free memory of the device's pool: in two pieces of every size up to `elements`.
+    /// Leaves NaN in free memory of the device's pool: in two pieces of every size up to `elements`. Two NaN of f16 are
+    /// read as 4e37 by who takes them for f32, two of bf16 as NaN.
     pub fn poison(&self, elements: usize) {
         let sizes = (6..=elements.next_power_of_two().ilog2().max(6)).rev();
         let pieces: Vec<Tensor<1>> = sizes
