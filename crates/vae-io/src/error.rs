@@ -33,7 +33,7 @@ pub enum Error {
     UnknownExtension { path: PathBuf, supported: &'static str },
 
     /// An output exists and overwriting was not asked for.
-    #[error("`{}` exists; pass --force to overwrite it or -o for another name", path.display())]
+    #[error("`{}` exists; pass --force to overwrite it, --resume to keep it, or -o for another name", path.display())]
     OutputExists { path: PathBuf },
 
     /// Nothing says which model family weights or latents belong to.
@@ -55,7 +55,7 @@ pub enum Error {
     },
 
     /// Two inputs would be written to one file.
-    #[error("`{}` and `{}` would both be written to `{}`; decode them in two runs", inputs[0].display(), inputs[1].display(), path.display())]
+    #[error("`{}` and `{}` would both be written to `{}`; leave one out, or decode them in two runs", inputs[0].display(), inputs[1].display(), path.display())]
     OutputCollision { path: PathBuf, inputs: [PathBuf; 2] },
 
     /// A config names something that is not implemented; it is refused, never approximated.

@@ -1,14 +1,15 @@
 //! Latents: reading them from files, and telling what they are to a model.
 //!
-//! A file says little: a shape, a type, perhaps the image's size. [`LatentFile`] is what it says; [`LatentsReading`] is
-//! what that means to a model, after the user's [`LatentsOptions`] and the file's [`LatentsHint`] are taken into account.
+//! A file says little: a shape, a type, perhaps the image's size. [`LatentFile`] is what it says, [`LatentHeader`] the same
+//! without the values; [`LatentsReading`] is what that means to a model, after the user's [`LatentsOptions`] and the file's
+//! [`LatentsHint`] are taken into account.
 
 mod file;
 mod reading;
 
 use std::fmt;
 
-pub use file::LatentFile;
+pub use file::{LatentFile, LatentHeader};
 pub use reading::LatentsReading;
 
 /// The space that the values of latents are in.

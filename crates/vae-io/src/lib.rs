@@ -22,9 +22,9 @@ pub use config::{AutoencoderKlConfig, DecoderConfig, Family, Flux2Config, VaeCon
 pub use dtype::DType;
 pub use error::{Error, ShapeMismatch};
 pub use image::{Image, Rgb8};
-pub use latents::{LatentFile, LatentLayout, LatentSpace, LatentsHint, LatentsOptions, LatentsReading};
+pub use latents::{LatentFile, LatentHeader, LatentLayout, LatentSpace, LatentsHint, LatentsOptions, LatentsReading};
 pub use metrics::Metrics;
-pub use output::OutputFormat;
+pub use output::{OutputFormat, remove_unfinished};
 
 /// Result of everything in this project that can fail.
 pub type Result<T, E = Error> = core::result::Result<T, E>;

@@ -180,16 +180,7 @@ fn write_whole(
     force: bool,
     write: impl FnOnce(&mut BufWriter<NamedTempFile>) -> io::Result<()>,
 ) -> Result<()> {
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".tmp-");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // What other programs create files with; the umask applies. The default is for the owner only.
-        builder.permissions(fs::Permissions::from_mode(0o666));
-    }
-    let file = builder
-        .tempfile_in(folder_of(path))
+    let file = create_unfinished(folder_of(path))
         // The error's own text names the temporary file.
         .map_err(|e| Error::io("create", path)(e.kind().into()))?;
     let mut out = BufWriter::with_capacity(1 << 16, file);
@@ -206,6 +197,58 @@ fn write_whole(
         Err(e) if !force && e.error.kind() == io::ErrorKind::AlreadyExists => Err(output_exists(path)),
         Err(e) => Err(Error::io("create", path)(e.error)),
     }
+}
+
+/// What an output is called before it is complete, random characters between the two. No other program's files are.
+const UNFINISHED: (&str, &str) = (".burn-vae-", ".tmp");
+
+/// A file that is locked for as long as its writer lives, so that [`remove_unfinished`] knows it from one that a killed
+/// process left behind.
+fn create_unfinished(folder: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(UNFINISHED.0).suffix(UNFINISHED.1);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        // What other programs create files with; the umask applies. The default is for the owner only.
+        builder.permissions(fs::Permissions::from_mode(0o666));
+    }
+    loop {
+        let file = builder.tempfile_in(folder)?;
+        match file.as_file().lock() {
+            // Removed between its creation and its lock, as a left one.
+            Ok(()) if !file.path().try_exists()? => continue,
+            Ok(()) => return Ok(file),
+            // A file system without locks: there unfinished files are never removed.
+            Err(_) => return Ok(file),
+        }
+    }
+}
+
+/// Removes what killed processes left of outputs that they were writing into a folder; files that are being written now
+/// stay. Gives the number of files that were removed.
+///
+/// # Errors
+///
+/// [`Error::Io`] when the folder cannot be listed. A file that cannot be opened, locked or removed stays.
+pub fn remove_unfinished(folder: impl AsRef<Path>) -> Result<usize> {
+    let folder = folder.as_ref();
+    let entries = fs::read_dir(folder).map_err(Error::io("list", folder))?;
+    let is_unfinished = |entry: &fs::DirEntry| {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        name.starts_with(UNFINISHED.0)
+            && name.ends_with(UNFINISHED.1)
+            && entry.file_type().is_ok_and(|kind| kind.is_file())
+    };
+    let removed = entries.flatten().filter(is_unfinished).filter(|entry| {
+        // Some systems lock only files that are open for writing.
+        let Ok(file) = fs::OpenOptions::new().write(true).open(entry.path()) else {
+            return false;
+        };
+        file.try_lock().is_ok() && fs::remove_file(entry.path()).is_ok()
+    });
+    Ok(removed.count())
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -372,6 +415,41 @@ mod tests {
         assert!(matches!(written, Err(Error::OutputExists { .. })));
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert_eq!(names(&folder), ["a.png"]);
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_and_nothing_else() {
+        let folder = TempDir::new().unwrap();
+        for name in [
+            ".burn-vae-killed.tmp",
+            ".tmp-abcdef",
+            ".burn-vae-a.png",
+            "a.tmp",
+            "a.png",
+        ] {
+            fs::write(folder.path().join(name), "half").unwrap();
+        }
+        fs::create_dir(folder.path().join(".burn-vae-folder.tmp")).unwrap();
+        let path = folder.path().join("b.png");
+        let written = write_whole(&path, false, |out| {
+            // Another process starts meanwhile.
+            assert_eq!(remove_unfinished(&folder).unwrap(), 1);
+            out.write_all(b"whole")
+        });
+        written.unwrap();
+        assert_eq!(fs::read(path).unwrap(), b"whole");
+        let mut names = names(&folder);
+        names.sort();
+        let kept = [
+            ".burn-vae-a.png",
+            ".burn-vae-folder.tmp",
+            ".tmp-abcdef",
+            "a.png",
+            "a.tmp",
+            "b.png",
+        ];
+        assert_eq!(names, kept);
+        assert_eq!(remove_unfinished(&folder).unwrap(), 0);
     }
 
     #[test]

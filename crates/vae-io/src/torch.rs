@@ -58,22 +58,24 @@ impl<'a> File<'a> {
         Ok(&self.tensor(name)?.shape)
     }
 
-    /// The values of that tensor in row-major order, and the type they are stored in.
-    pub fn values(&mut self, name: Option<&str>) -> Result<(DType, Vec<f32>), String> {
+    /// The type that its values are stored in.
+    pub fn dtype(&self, name: Option<&str>) -> Result<DType, String> {
+        match self.tensor(name)?.storage.class {
+            "HalfStorage" => Ok(DType::F16),
+            "BFloat16Storage" => Ok(DType::BF16),
+            "FloatStorage" => Ok(DType::F32),
+            "DoubleStorage" => Ok(DType::F64),
+            class => Err(format!(
+                "its values are of torch.{class}; latents must be floating point: float16, bfloat16, float32 or float64"
+            )),
+        }
+    }
+
+    /// Its values in row-major order.
+    pub fn values(&mut self, name: Option<&str>) -> Result<Vec<f32>, String> {
+        let dtype = self.dtype(name)?;
         let tensor = Rc::clone(self.tensor(name)?);
         let (storage, offset, shape) = (tensor.storage, tensor.offset, &tensor.shape);
-        let dtype = match storage.class {
-            "HalfStorage" => DType::F16,
-            "BFloat16Storage" => DType::BF16,
-            "FloatStorage" => DType::F32,
-            "DoubleStorage" => DType::F64,
-            class => {
-                return Err(format!(
-                    "its values are of torch.{class}; latents must be floating point: float16, bfloat16, float32 or \
-                     float64"
-                ));
-            }
-        };
         let member = format!("{}data/{}", self.root, storage.key);
         let bytes = self
             .archive
@@ -92,7 +94,7 @@ impl<'a> File<'a> {
             .try_fold(1usize, |count, &size| count.checked_mul(size))
             .ok_or_else(outside)?;
         if count == 0 {
-            return Ok((dtype, Vec::new()));
+            return Ok(Vec::new());
         }
         let steps = shape.iter().zip(&tensor.strides);
         let last = steps
@@ -108,7 +110,7 @@ impl<'a> File<'a> {
         }
         let mut values = Vec::with_capacity(last - offset + 1);
         dtype.extend_f32(&bytes[offset * dtype.size()..(last + 1) * dtype.size()], &mut values);
-        Ok((dtype, row_major(values, shape, &tensor.strides)))
+        Ok(row_major(values, shape, &tensor.strides))
     }
 
     fn tensor(&self, name: Option<&str>) -> Result<&Rc<Tensor<'a>>, String> {

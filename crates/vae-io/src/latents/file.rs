@@ -22,7 +22,43 @@ pub struct LatentFile {
     pub hint: LatentsHint,
 }
 
+/// What a file of latents says before its values are read.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LatentHeader {
+    /// Where it was read from.
+    pub path: PathBuf,
+    /// As [`LatentFile::shape`].
+    pub shape: Vec<usize>,
+    /// What else the file says.
+    pub hint: LatentsHint,
+}
+
+impl LatentHeader {
+    /// Reads as much of a file as [`LatentFile::read_tensor`] needs to know where its values are, which touches little more
+    /// than the header: only the member of an .npz is unpacked.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`LatentFile::read_tensor`], but for what only the values tell: that some are not finite, or that those of
+    /// a .pt are missing.
+    pub fn read(path: impl AsRef<Path>, tensor: Option<&str>) -> Result<Self> {
+        let path = path.as_ref();
+        let Stored { shape, hint, .. } = parse(&map(path)?, path, tensor, Extent::Header)?;
+        let path = path.to_path_buf();
+        Ok(Self { path, shape, hint })
+    }
+}
+
 impl LatentFile {
+    /// What [`LatentHeader::read`] reads of the same file.
+    pub fn header(&self) -> LatentHeader {
+        LatentHeader {
+            path: self.path.clone(),
+            shape: self.shape.clone(),
+            hint: self.hint,
+        }
+    }
+
     /// Reads a file's only tensor, or the one of several that is called `latents` or `latent_tensor`.
     ///
     /// The format is told by the file's content, not by its name:
@@ -75,25 +111,12 @@ impl LatentFile {
     }
 
     fn parse(bytes: &[u8], path: &Path, tensor: Option<&str>) -> Result<Self> {
-        let format = Format::of(bytes).map_err(|reason| Error::invalid_file(path, FILE, reason))?;
         let Stored {
             shape,
             dtype,
             values,
             hint,
-        } = match format {
-            Format::Safetensors => {
-                // Nothing in the file says so of ComfyUI's old ones.
-                let is_latent = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("latent"));
-                read_safetensors(bytes, tensor, is_latent)
-            }
-            Format::Npy => read_npy(bytes, tensor),
-            Format::Zip => read_zip(bytes, tensor),
-        }
-        .map_err(|fault| match fault {
-            Fault::File(kind, reason) => Error::invalid_file(path, kind, reason),
-            Fault::Shape(error) => error,
-        })?;
+        } = parse(bytes, path, tensor, Extent::Values)?;
         match values.iter().filter(|v| !v.is_finite()).count() {
             0 => Ok(Self {
                 path: path.to_path_buf(),
@@ -110,6 +133,31 @@ impl LatentFile {
             }),
         }
     }
+}
+
+/// How far a file is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// [`Stored::values`] stay empty.
+    Header,
+    Values,
+}
+
+fn parse(bytes: &[u8], path: &Path, tensor: Option<&str>, extent: Extent) -> Result<Stored> {
+    let format = Format::of(bytes).map_err(|reason| Error::invalid_file(path, FILE, reason))?;
+    match format {
+        Format::Safetensors => {
+            // Nothing in the file says so of ComfyUI's old ones.
+            let is_latent = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("latent"));
+            read_safetensors(bytes, tensor, is_latent, extent)
+        }
+        Format::Npy => read_npy(bytes, tensor, extent),
+        Format::Zip => read_zip(bytes, tensor, extent),
+    }
+    .map_err(|fault| match fault {
+        Fault::File(kind, reason) => Error::invalid_file(path, kind, reason),
+        Fault::Shape(error) => error,
+    })
 }
 
 /// What a file is to be that is none.
@@ -149,6 +197,7 @@ impl Format {
 struct Stored {
     shape: Vec<usize>,
     dtype: DType,
+    /// Empty after [`Extent::Header`].
     values: Vec<f32>,
     hint: LatentsHint,
 }
@@ -180,7 +229,7 @@ mod comfyui {
 const MAX_HEADER: usize = 16 << 20;
 
 /// `is_latent`: the extension says that the file is ComfyUI's; otherwise its marker does.
-fn read_safetensors(bytes: &[u8], tensor: Option<&str>, is_latent: bool) -> Result<Stored, Fault> {
+fn read_safetensors(bytes: &[u8], tensor: Option<&str>, is_latent: bool, extent: Extent) -> Result<Stored, Fault> {
     let invalid = fault("safetensors file of latents");
     let (metadata, data) = safetensors_header(bytes, MAX_HEADER).map_err(&invalid)?;
     let mut names = metadata.offset_keys();
@@ -205,9 +254,12 @@ fn read_safetensors(bytes: &[u8], tensor: Option<&str>, is_latent: bool) -> Resu
         ))
     })?;
     let shape = image_shape(&info.shape)?;
-    let (start, end) = info.data_offsets;
-    let mut values = Vec::with_capacity((end - start) / dtype.size());
-    dtype.extend_f32(&data[start..end], &mut values);
+    let mut values = Vec::new();
+    if extent == Extent::Values {
+        let (start, end) = info.data_offsets;
+        values.reserve_exact((end - start) / dtype.size());
+        dtype.extend_f32(&data[start..end], &mut values);
+    }
 
     let pixels = |key| {
         let value = metadata.metadata().as_ref()?.get(key)?;
@@ -238,28 +290,31 @@ fn read_safetensors(bytes: &[u8], tensor: Option<&str>, is_latent: bool) -> Resu
     })
 }
 
-fn read_npy(bytes: &[u8], tensor: Option<&str>) -> Result<Stored, Fault> {
+fn read_npy(bytes: &[u8], tensor: Option<&str>, extent: Extent) -> Result<Stored, Fault> {
     let invalid = fault(".npy file of latents");
     nameless(tensor).map_err(&invalid)?;
-    stored_array(npy::Array::parse(bytes).map_err(invalid)?)
+    stored_array(npy::Array::parse(bytes).map_err(invalid)?, extent)
 }
 
-fn stored_array(array: npy::Array<'_>) -> Result<Stored, Fault> {
+fn stored_array(array: npy::Array<'_>, extent: Extent) -> Result<Stored, Fault> {
     Ok(Stored {
         shape: image_shape(&array.shape)?,
         dtype: array.dtype,
-        values: array.values(),
+        values: match extent {
+            Extent::Header => Vec::new(),
+            Extent::Values => array.values(),
+        },
         hint: LatentsHint::default(),
     })
 }
 
 /// An archive of .npy files, or PyTorch's.
-fn read_zip(bytes: &[u8], tensor: Option<&str>) -> Result<Stored, Fault> {
+fn read_zip(bytes: &[u8], tensor: Option<&str>, extent: Extent) -> Result<Stored, Fault> {
     const ARRAY: &str = ".npy";
     let archive = Archive::open(bytes).map_err(fault(FILE))?;
     let members = archive.names().map_err(fault(FILE))?;
     if let Some(root) = torch::root(&members) {
-        return read_torch(archive, root, tensor);
+        return read_torch(archive, root, tensor, extent);
     }
     let names: Vec<_> = members.iter().filter_map(|name| name.strip_suffix(ARRAY)).collect();
     if names.is_empty() {
@@ -272,10 +327,11 @@ fn read_zip(bytes: &[u8], tensor: Option<&str>) -> Result<Stored, Fault> {
     let name = choose(&names, tensor).map_err(&invalid)?;
     let mut archive = archive;
     let array = archive.unpacked(&format!("{name}{ARRAY}")).map_err(&invalid)?;
-    stored_array(npy::Array::parse(&array).map_err(|e| invalid(format!("`{name}`: {e}")))?)
+    let array = npy::Array::parse(&array).map_err(|e| invalid(format!("`{name}`: {e}")))?;
+    stored_array(array, extent)
 }
 
-fn read_torch(archive: Archive<'_>, root: &str, tensor: Option<&str>) -> Result<Stored, Fault> {
+fn read_torch(archive: Archive<'_>, root: &str, tensor: Option<&str>, extent: Extent) -> Result<Stored, Fault> {
     let invalid = fault("PyTorch file of latents");
     let mut file = torch::File::open(archive, root).map_err(&invalid)?;
     let names = file.names();
@@ -285,7 +341,11 @@ fn read_torch(archive: Archive<'_>, root: &str, tensor: Option<&str>) -> Result<
     };
     let name = name.map_err(&invalid)?;
     let shape = image_shape(file.shape(name).map_err(&invalid)?)?;
-    let (dtype, values) = file.values(name).map_err(invalid)?;
+    let dtype = file.dtype(name).map_err(&invalid)?;
+    let values = match extent {
+        Extent::Header => Vec::new(),
+        Extent::Values => file.values(name).map_err(invalid)?,
+    };
     Ok(Stored {
         shape,
         dtype,
@@ -636,6 +696,36 @@ mod tests {
         }
         let missing = LatentFile::read("no/such.safetensors").unwrap_err().to_string();
         assert!(missing.starts_with("cannot open `no/such.safetensors`"), "{missing}");
+    }
+
+    #[test]
+    fn a_header_is_what_the_whole_file_says() {
+        let folder = TempDir::new().unwrap();
+        let marked = [
+            ("latent_tensor", Dtype::F32, SHAPE),
+            ("latent_format_version_0", Dtype::F32, &[0][..]),
+        ];
+        let array = npy("<f4", "(1, 1, 2)", &[0; 8]);
+        let files = [
+            safetensors(&marked, &[("height", "16")]),
+            array.clone(),
+            zipped(true, &[("x.npy", &array)]),
+        ];
+        for bytes in files {
+            let path = folder.path().join("a");
+            fs::write(&path, &bytes).unwrap();
+            let header = LatentHeader::read(&path, None).unwrap();
+            assert_eq!(header, LatentFile::read(&path).unwrap().header());
+            // A file that is cut is known to be before its values are read.
+            fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+            assert!(matches!(
+                LatentHeader::read(&path, None),
+                Err(Error::InvalidFile { .. })
+            ));
+        }
+        let nan = npy("<f4", "(1, 1, 1)", &f32::NAN.to_le_bytes());
+        fs::write(folder.path().join("nan"), nan).unwrap();
+        assert!(LatentHeader::read(folder.path().join("nan"), None).is_ok());
     }
 
     #[test]
