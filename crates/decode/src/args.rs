@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::{num::NonZeroUsize, path::PathBuf, str::FromStr};
 
 use burn_vae::{DType, DeviceName, Family, Quality};
 use clap::{Parser, ValueEnum};
@@ -14,6 +14,8 @@ Examples:
     decode run.npz --tensor step_28 --vae sdxl-vae -o step28.jpg
   ComfyUI's files, to pictures in a folder:
     decode ComfyUI/output/latents/*.latent --vae flux2-vae.safetensors -o pictures/
+  Folders and patterns, on with what an interrupted run left to do:
+    decode monday/ 'week/day-*/*.npy' --vae FLUX.1-dev/vae -o pictures/ --quality high --resume
   From another program, as raw f32 values in -1..1:
     generate | decode - --vae stable-diffusion-3.5/vae -o image.npy";
 
@@ -31,6 +33,7 @@ mod heading {
 #[command(name = "decode", version, about, after_help = EXAMPLES)]
 pub struct Args {
     /// Files of latents: .safetensors, ComfyUI's .latent, .npy, .npz or PyTorch's .pt, told apart by their content;
+    /// folders with such files (those in folders below are left alone); quoted patterns with *, ?, [a-z] and **;
     /// - is standard input
     #[arg(required = true, value_name = "LATENTS")]
     pub latents: Vec<PathBuf>,
@@ -72,6 +75,10 @@ pub struct Args {
     #[arg(long, help_heading = heading::OUTPUT)]
     pub force: bool,
 
+    /// Skip outputs that exist: what an interrupted run finished is not decoded again
+    #[arg(long, conflicts_with = "force", help_heading = heading::OUTPUT)]
+    pub resume: bool,
+
     /// lossless: Burn's own operations; high: re-associated and fused, several times faster
     #[arg(long, value_name = "lossless|high", default_value_t, help_heading = heading::COMPUTATION)]
     pub quality: Quality,
@@ -84,17 +91,44 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t, help_heading = heading::COMPUTATION)]
     pub dtype: DTypeArg,
 
+    /// Images of one size to decode together, of whichever files: a number, or auto, which is 1 on the CPU and on GPUs as
+    /// many as one image of 1024x1024 has pixels for (at most 16). By default auto for high; 1 for lossless, so that no
+    /// image changes the bits of another
+    #[arg(long, value_name = "N|auto", help_heading = heading::COMPUTATION)]
+    pub batch: Option<BatchSize>,
+
     /// Print what will run at every site of the model, then decode
     #[arg(long, help_heading = heading::MESSAGES)]
     pub explain: bool,
 
-    /// Print one line of JSON an image on standard output
+    /// Print one line of JSON on standard output for every image, and for every file that is skipped or fails
     #[arg(long, help_heading = heading::MESSAGES)]
     pub json: bool,
 
     /// Print errors only
     #[arg(short, long, help_heading = heading::MESSAGES)]
     pub quiet: bool,
+}
+
+/// What `--batch` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BatchSize {
+    Auto,
+    Images(NonZeroUsize),
+}
+
+impl FromStr for BatchSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            text => text
+                .parse()
+                .map(Self::Images)
+                .map_err(|_| "it is auto or a number of images from 1".to_string()),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]

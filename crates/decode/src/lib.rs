@@ -6,9 +6,14 @@
 mod args;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod gpu_cache;
+mod inputs;
 mod outputs;
+mod pipeline;
 mod progress;
+mod report;
 mod run;
+mod schedule;
+mod session;
 
 use std::process::ExitCode;
 
@@ -17,7 +22,9 @@ use clap::{CommandFactory, Parser, error::ErrorKind};
 use args::Args;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub use gpu_cache::persist as persist_kernels;
-use run::Failure;
+use vae_io::Error;
+
+use report::FileError;
 
 /// Runs the program on the process's arguments. Exit codes: 0 done, 1 failed, 2 wrong usage.
 pub fn main() -> ExitCode {
@@ -27,8 +34,27 @@ pub fn main() -> ExitCode {
     match run::run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => command().error(ErrorKind::ArgumentConflict, message).exit(),
-        Err(Failure::Error(error)) => fail(&error),
-        Err(Failure::Latents(path, error)) => fail(&format_args!("`{}`: {error}", path.display())),
+        Err(Failure::Run(error)) => fail(&error),
+        Err(Failure::File(error)) => fail(&error),
+        Err(Failure::Reported) => ExitCode::FAILURE,
+    }
+}
+
+/// Why a run is no success.
+enum Failure {
+    /// The arguments contradict each other.
+    Usage(String),
+    /// Nothing could be decoded, or no more.
+    Run(Error),
+    /// The only file failed.
+    File(FileError),
+    /// Files of several failed, and it was told which.
+    Reported,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Run(error)
     }
 }
 

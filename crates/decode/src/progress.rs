@@ -12,30 +12,29 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// A bar that is filled after `steps` steps.
-    pub fn new(steps: usize, quiet: bool) -> Self {
+    /// Only names what is being done, until [`count`](Self::count) says how much there is.
+    pub fn new(quiet: bool) -> Self {
         if quiet || !std::io::stderr().is_terminal() {
             return Self {
                 bar: ProgressBar::hidden(),
                 quiet,
             };
         }
-        let style = ProgressStyle::with_template("{spinner} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
-            .unwrap_or_else(|_| ProgressStyle::default_bar())
-            .progress_chars("=> ");
-        let bar = ProgressBar::new(steps as u64).with_style(style);
+        let bar = ProgressBar::new_spinner().with_style(style("{spinner} {msg} ({elapsed})"));
         bar.enable_steady_tick(Duration::from_millis(100));
         Self { bar, quiet }
+    }
+
+    /// A bar that is filled after `steps` steps, each called `unit`.
+    pub fn count(&self, steps: usize, unit: &str) {
+        let template = format!("{{spinner}} [{{bar:30}}] {{pos}}/{{len}} {unit} {{msg}} ({{elapsed}})");
+        self.bar.set_style(style(&template));
+        self.bar.set_length(steps as u64);
     }
 
     /// Whether anyone can see it.
     pub fn is_visible(&self) -> bool {
         !self.bar.is_hidden()
-    }
-
-    /// More steps than were known at first.
-    pub fn add_steps(&self, steps: usize) {
-        self.bar.inc_length(steps as u64);
     }
 
     /// Names what is being done now.
@@ -64,6 +63,12 @@ impl Progress {
     pub fn finish(&self) {
         self.bar.finish_and_clear();
     }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("=> ")
 }
 
 /// Prints one line to standard error: control characters, which names may have, are escaped. `eprintln!` would panic where
