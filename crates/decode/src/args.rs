@@ -14,7 +14,7 @@ Examples:
     decode run.npz --tensor step_28 --vae sdxl-vae -o step28.jpg
   ComfyUI's files, to pictures in a folder:
     decode ComfyUI/output/latents/*.latent --vae flux2-vae.safetensors -o pictures/
-  Folders and patterns, on with what an interrupted run left to do:
+  Folders and patterns, going on where an interrupted run stopped:
     decode monday/ 'week/day-*/*.npy' --vae FLUX.1-dev/vae -o pictures/ --quality high --resume
   From another program, as raw f32 values in -1..1:
     generate | decode - --vae stable-diffusion-3.5/vae -o image.npy";
@@ -91,9 +91,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t, help_heading = heading::COMPUTATION)]
     pub dtype: DTypeArg,
 
-    /// Images of one size to decode together, of whichever files: a number, or auto, which is 1 on the CPU and on GPUs as
-    /// many as one image of 1024x1024 has pixels for (at most 16). By default auto for high; 1 for lossless, so that no
-    /// image changes the bits of another
+    /// Images of one size to decode together, of whichever files: auto is 1 on the CPU, and on a GPU up to 16, as many as
+    /// have the pixels of 1024x1024; auto by default for high, 1 for lossless
     #[arg(long, value_name = "N|auto", help_heading = heading::COMPUTATION)]
     pub batch: Option<BatchSize>,
 

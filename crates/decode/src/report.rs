@@ -144,7 +144,10 @@ impl<'a> Report<'a> {
     /// # Errors
     /// [`Error::Io`] when standard output fails.
     pub fn skipped(&mut self, input: usize, output: &Path) -> Result<()> {
-        self.progress.say(&format!("{} exists, skipped", output.display()));
+        // Of several files it is enough to say how many.
+        if !self.is_of_several() {
+            self.progress.say(&format!("{} exists, skipped", output.display()));
+        }
         self.json(&Record::Skipped {
             input: self.argument(input),
             output: output.display().to_string(),
@@ -228,7 +231,8 @@ impl<'a> Report<'a> {
         if self.images > 0 {
             let seconds = self.started.elapsed().as_secs_f64();
             let rate = self.images as f64 / seconds;
-            line += &format!("; {} images in {seconds:.2} s, {rate:.2} a second", self.images);
+            let images = if self.images == 1 { "image" } else { "images" };
+            line += &format!("; {} {images} in {seconds:.2} s, {rate:.2} a second", self.images);
         }
         if self.failures.is_empty() {
             self.progress.say(&line);

@@ -705,7 +705,7 @@ fn existing_pictures_are_not_overwritten() {
     lab.decode(&[pair, "--vae", vae])
         .refused(&["pair_1.png", "exist|overwrite|--force"]);
     lab.decode(&[one, pair, "--vae", vae])
-        .refused(&["one.png|pair_1.png", "exist|overwrite|--force"]);
+        .refused(&["one.png|pair_1.png", "exist|overwrite|--force", "--resume"]);
     for existing in ["named.webp", "raw.safetensors", "raw.npy"] {
         lab.decode(&[one, "--vae", vae, "-o", existing])
             .refused(&[existing, "exist|overwrite|--force"]);
@@ -764,23 +764,23 @@ fn a_failed_decode_leaves_the_old_picture_even_with_force() {
         .refused(&["non-finite|not finite"]);
 }
 
+/// A name that names nothing is a mistake in the command, unlike a file that turns out to be bad (tests/many.rs).
 #[test]
-fn one_bad_input_among_several_stops_all_before_any_is_decoded() {
-    let good = Tensor::wave(&[1, 4, 7, 5]);
-    for position in 0..3 {
-        let lab = Lab::new();
-        let mut files = vec![lab.latents("a.safetensors", &good), lab.latents("b.safetensors", &good)];
-        files.insert(position, lab.latents("bad.safetensors", &Tensor::wave(&[1, 16, 7, 5])));
-        let run = lab.decode(&[&files[..], &["--vae", &fixture("micro-sd")]].concat());
-        run.refused(&["bad.safetensors"]);
-    }
+fn an_argument_without_a_file_stops_all_before_any_is_decoded() {
     let lab = Lab::new();
-    let file = lab.latents("a.safetensors", &good);
-    let nan = lab.latents("nan.safetensors", &good.map(|_, _| f32::NAN));
-    lab.decode(&[file, nan, "--vae", &fixture("micro-sd")])
-        .refused(&["nan.safetensors"]);
-    lab.decode(&[file, "nowhere.npy", "--vae", &fixture("micro-sd")])
-        .refused(&["nowhere.npy"]);
+    let file = lab.latents("a.safetensors", &Tensor::wave(&[1, 4, 7, 5]));
+    lab.write("other/notes.txt", "no latents");
+    for (argument, reason) in [
+        ("nowhere.npy", "cannot open"),
+        ("other", "no files that end with .safetensors"),
+        ("*.npz", "matches no file"),
+        ("[a-.npz", "pattern"),
+    ] {
+        for arguments in [[file, argument], [argument, file]] {
+            let run = lab.decode(&[&arguments[..], &["--vae", &fixture("micro-sd")]].concat());
+            run.refused(&[argument, reason]);
+        }
+    }
 }
 
 #[test]
@@ -858,6 +858,10 @@ fn usage_errors_exit_with_two() {
         &["--device", "abacus"],
         &["--device", "cuda:x"],
         &["--device", "cpu:"],
+        &["--batch", "0"],
+        &["--batch", "-1"],
+        &["--batch", "many"],
+        &["--resume", "--force"],
     ];
     for flags in wrong_flags {
         println!("{flags:?}");
