@@ -27,9 +27,11 @@ impl Progress {
 
     /// A bar that is filled after `steps` steps, each called `unit`.
     pub fn count(&self, steps: usize, unit: &str) {
-        let template = format!("{{spinner}} [{{bar:30}}] {{pos}}/{{len}} {unit} {{msg}} ({{elapsed}})");
+        let template = format!("{{spinner}} [{{bar:30}}] {{pos}}/{{len}} {unit} {{msg}} ({{elapsed}}, {{eta}} left)");
         self.bar.set_style(style(&template));
         self.bar.set_length(steps as u64);
+        // What was skipped or refused before took no time.
+        self.bar.reset_eta();
     }
 
     /// Whether anyone can see it.
