@@ -241,7 +241,8 @@ impl Work<'_> {
                 true
             }
             // Several may be more than the device takes at once.
-            Err(_) if images.len() > 1 => {
+            Err(error) if images.len() > 1 => {
+                progress.say(&format!("note: decoding {name} one by one: {error}"));
                 let size = values.len() / images.len();
                 let mut singles = images.iter().zip(values.chunks(size)).map(|(&image, values)| Loaded {
                     batch: *batch,
@@ -516,7 +517,7 @@ impl Pages<'_> {
             Outcome::Failed(error) => self.report.failed(job.input, error),
             Outcome::Written { images, write_s } => {
                 let session = work.session;
-                let peak_bytes = session.peak_bytes();
+                let peak_bytes = work.args.json.then(|| session.peak_bytes()).flatten();
                 let record = |decode_s| DecodedRecord {
                     input: work.inputs[job.input].argument().display().to_string(),
                     output: output.path.display().to_string(),

@@ -87,16 +87,16 @@ fn auto_batch(device: DeviceName, width: usize, height: usize) -> usize {
 
 /// Threads that read images back and write them, when a device batch has at most this many bytes of pixels.
 ///
-/// A CPU needs one, so that it need not wait for a PNG. A GPU decodes faster than one core encodes; each thread holds one
-/// batch, and all together no more than [`WRITERS_BYTES`] if one alone does not.
+/// A CPU needs one, so that it need not wait for a PNG. A GPU decodes faster than one core encodes. Each thread holds one
+/// batch, and all together no more than a gibibyte, unless one batch has more.
 pub fn writers(device: DeviceName, batch_bytes: usize) -> usize {
     const WRITERS: usize = 4;
-    const WRITERS_BYTES: usize = 1 << 30;
+    const BYTES: usize = 1 << 30;
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     match device {
         DeviceName::Cpu => 1,
         DeviceName::Auto | DeviceName::Cuda(_) | DeviceName::Wgpu(_) => {
-            (WRITERS_BYTES / batch_bytes.max(1)).clamp(1, WRITERS.min(cores))
+            (BYTES / batch_bytes.max(1)).clamp(1, WRITERS.min(cores))
         }
     }
 }

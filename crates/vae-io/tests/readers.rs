@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
-use vae_io::{Error, LatentFile, LatentSpace, LatentsOptions, LatentsReading, VaeConfig};
+use vae_io::{Error, LatentFile, LatentHeader, LatentSpace, LatentsOptions, LatentsReading, VaeConfig};
 
 /// Counts the bytes that each thread has in use.
 struct Counting;
@@ -308,7 +308,14 @@ fn the_same_picture_reads_the_same_from_every_format() {
     let plain = read("sd-tiny/latents/chelsea.safetensors");
     assert_eq!(plain.shape, [1, 4, 36, 56]);
     for name in ["chelsea.npy", "chelsea.npz", "chelsea.pt"] {
-        assert_eq!(read(&format!("sd-tiny/latents/{name}")).values, plain.values, "{name}");
+        let name = format!("sd-tiny/latents/{name}");
+        let file = read(&name);
+        assert_eq!(file.values, plain.values, "{name}");
+        assert_eq!(
+            LatentHeader::read(fixture(&name), None).unwrap(),
+            file.header(),
+            "{name}"
+        );
     }
     let plain = read("flux1-tiny/latents/chelsea.safetensors").values;
     for name in ["chelsea.npy", "chelsea.npz", "chelsea.pt"] {
