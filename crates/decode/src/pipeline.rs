@@ -100,6 +100,8 @@ enum Outcome {
         write_s: f64,
     },
     Failed(FileError),
+    /// Another run wrote the output meanwhile.
+    Skipped,
     /// Another task of the same input failed.
     Dropped,
     Told,
@@ -402,6 +404,9 @@ impl Writer<'_, '_> {
             let write_s = writing.elapsed().as_secs_f64();
             match written {
                 Ok(()) => self.ledger.settle(image.output, Outcome::Written { images, write_s }),
+                Err(Error::OutputExists { .. }) if self.work.args.resume => {
+                    self.ledger.settle(image.output, Outcome::Skipped);
+                }
                 Err(error) if stops_the_run(&error) => return Err(error),
                 Err(error) => {
                     let error = FileError::new(&self.work.job_of(image).header.path, error);
@@ -515,6 +520,7 @@ impl Pages<'_> {
         let told = match std::mem::replace(&mut self.outcomes[task], Outcome::Told) {
             Outcome::Pending | Outcome::Dropped | Outcome::Told => Ok(()),
             Outcome::Failed(error) => self.report.failed(job.input, error),
+            Outcome::Skipped => self.report.skipped(job.input, &output.path),
             Outcome::Written { images, write_s } => {
                 let session = work.session;
                 let peak_bytes = work.args.json.then(|| session.peak_bytes()).flatten();

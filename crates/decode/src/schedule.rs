@@ -90,7 +90,7 @@ fn auto_batch(device: DeviceName, width: usize, height: usize) -> usize {
 /// A CPU needs one, so that it need not wait for a PNG. A GPU decodes faster than one core encodes. Each thread holds one
 /// batch, and all together no more than a gibibyte, unless one batch has more.
 pub fn writers(device: DeviceName, batch_bytes: usize) -> usize {
-    const WRITERS: usize = 4;
+    const WRITERS: usize = 8;
     const BYTES: usize = 1 << 30;
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     match device {
@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(writers(DeviceName::Cpu, 1), 1);
         assert_eq!(writers(DeviceName::Cuda(0), usize::MAX), 1);
         let cores = std::thread::available_parallelism().unwrap().get();
-        assert_eq!(writers(DeviceName::Cuda(0), 12 << 20), cores.min(4));
+        assert_eq!(writers(DeviceName::Cuda(0), 12 << 20), cores.min(8));
         assert_eq!(writers(DeviceName::Cuda(0), 512 << 20), cores.min(2));
     }
 }

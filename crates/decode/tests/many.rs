@@ -459,6 +459,32 @@ fn a_killed_run_is_finished_by_the_next() {
     }
 }
 
+/// They may decode the same, but neither fails, loses a picture or removes what the other is writing.
+#[test]
+fn two_runs_that_resume_one_folder_at_once_do_no_harm() {
+    let lab = Lab::new();
+    for i in 0..12 {
+        lab.write(&format!("in/{i:02}.npy"), npy(&Tensor::wave(&[1, 4, 12, 8 + i])));
+    }
+    let vae = fixture(VAE);
+    let start = || {
+        let args = ["in", "--vae", &vae, "--device", "cpu", "-o", "out", "--resume"];
+        lab.command().args(args).spawn().unwrap()
+    };
+    for run in [start(), start()].map(|run| run.wait_with_output().unwrap()) {
+        let said = String::from_utf8_lossy(&run.stderr);
+        assert!(run.status.success() && !said.contains("failed"), "{said}");
+    }
+    assert_eq!(fs::read_dir(lab.path("out")).unwrap().count(), 12);
+    let expected = decode(&lab, &["in", "-o", "alone"]);
+    assert_eq!(expected.changes().len(), 12, "{expected}");
+    let contents = |folder: &str| -> Vec<Vec<u8>> {
+        let pictures = pictures_in(&lab.path(folder));
+        pictures.into_values().map(|(_, content)| content).collect()
+    };
+    assert!(contents("out") == contents("alone"));
+}
+
 #[test]
 fn resume_skips_what_exists_and_replaces_only_what_is_empty() {
     let lab = Lab::new();
