@@ -61,7 +61,7 @@ impl ModuleMapper for RandomWeights {
 }
 
 /// Weights that sum `inputs` values of variance one to one of variance one.
-fn variance_of_one_in(inputs: usize) -> Distribution {
+pub fn variance_of_one_in(inputs: usize) -> Distribution {
     let bound = (3.0 / inputs as f64).sqrt();
     Distribution::Uniform(-bound, bound)
 }

@@ -1,6 +1,9 @@
-//! `xtask bench`: times decodes by the protocol of docs/performance.md and keeps what it measured.
+//! `xtask bench` and `xtask bench-operations`: time decodes, and operations alone, by the protocols of docs/performance.md and
+//! keep what they measured.
 
 mod card;
+mod operations;
+mod outputs;
 mod protocol;
 mod report;
 mod row;
@@ -15,9 +18,11 @@ use std::{
 use burn_vae::{DeviceName, Quality};
 
 use crate::{Result, checkout};
-use report::Report;
+pub use operations::{Args as OperationsArgs, run as run_operations};
+use outputs::{MEASURING, Outputs};
+use report::{Report, Row};
 pub use row::{Args as RowArgs, run as run_row};
-use row::{Measurement, Model, Size, TypeName};
+use row::{DecodeRow, Measurement, Model, Size, TypeName};
 
 /// Time decodes of resident latents on one device, a process a row.
 ///
@@ -25,6 +30,17 @@ use row::{Measurement, Model, Size, TypeName};
 /// each from the call to the end of a device synchronise. Loading, transfers and files are left out.
 #[derive(Debug, clap::Args)]
 pub struct Args {
+    #[command(flatten)]
+    rows: RowsArgs,
+
+    #[command(flatten)]
+    outputs: Outputs,
+}
+
+/// Which rows are measured, and how.
+#[derive(Debug, clap::Args)]
+#[group(id = MEASURING)]
+struct RowsArgs {
     /// Full-size models with random weights: sd, sdxl, sd3, flux1, flux2, flux2-small
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "flux2")]
     family: Vec<Model>,
@@ -58,11 +74,11 @@ pub struct Args {
     device: DeviceName,
 
     /// Decodes between the first one and the timed ones
-    #[arg(long, value_name = "N", default_value_t = MIN_WARMUPS)]
+    #[arg(long, value_name = "N", default_value_t = DecodeRow::MIN_WARMUPS)]
     warmups: usize,
 
     /// Timed decodes
-    #[arg(long, value_name = "N", default_value_t = MIN_RUNS)]
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::new(DecodeRow::MIN_RUNS).unwrap())]
     runs: NonZeroUsize,
 
     /// Also print the time of each stage of the decode: wall clock with a synchronise after each, in decodes of their own
@@ -73,86 +89,14 @@ pub struct Args {
     /// asynchronous
     #[arg(long, hide = true)]
     without_synchronise: bool,
-
-    /// Write the results there
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Append the results to the device's file in benches/results/ of the checkout
-    #[arg(long)]
-    record: bool,
-
-    /// Also print the ratios to the rows of another file of results, of --json, --record or benches/side_by_side
-    #[arg(long, value_name = "FILE")]
-    compare: Option<PathBuf>,
-
-    /// Measure nothing: take the results of another machine's --json, to print, record or compare
-    #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "family", "vae", "sizes", "latents", "batch", "quality", "dtype", "device", "warmups", "runs", "sites", "json", "without_synchronise",
-    ])]
-    from: Option<PathBuf>,
 }
 
-/// What is recorded has at least as many.
-const MIN_WARMUPS: usize = 5;
-const MIN_RUNS: NonZeroUsize = NonZeroUsize::new(20).unwrap();
-
-pub fn run(args: &Args) -> Result {
-    // What could fail after minutes of measuring is tried first.
-    let others = args.compare.as_deref().map(report::read).transpose()?;
-    let results = args
-        .record
-        .then(|| checkout::root().map(|root| root.join("benches/results")))
-        .transpose()?;
-    let check_counts =
-        |warmups: usize, runs: usize| match args.record && (warmups < MIN_WARMUPS || runs < MIN_RUNS.get()) {
-            true => Err(format!(
-                "--record takes at least {MIN_WARMUPS} warm-ups and {MIN_RUNS} runs"
-            )),
-            false => Ok(()),
-        };
-    if args.from.is_none() {
-        check_counts(args.warmups, args.runs.get())?;
-    }
-    if let Some(folder) = args.json.as_deref().and_then(Path::parent)
-        && folder != Path::new("")
-        && !folder.is_dir()
-    {
-        return Err(format!("--json: there is no folder {}", folder.display()).into());
-    }
-
-    let (reports, failed) = match &args.from {
-        Some(path) => (report::read(path)?, 0),
-        None => {
-            let (report, failed) = measure(args)?;
-            (vec![report], failed)
-        }
-    };
-    for row in reports.iter().flat_map(|report| &report.rows) {
-        check_counts(row.warmups, row.runs)?;
-    }
-    for report in &reports {
-        println!("{}", heading(report));
-        println!("{}", report::table(&report.rows));
-        if let (Some(others), Some(path)) = (&others, &args.compare) {
-            print_comparison(report, others, path);
-        }
-        if let Some(path) = &args.json {
-            report::write(path, report)?;
-        }
-        if let Some(folder) = &results {
-            println!("recorded in {}", report::record(folder, report)?.display());
-        }
-    }
-    match failed {
-        0 => Ok(()),
-        1 => Err("one row could not be measured".into()),
-        rows => Err(format!("{rows} rows could not be measured").into()),
-    }
+pub fn run(Args { rows, outputs }: &Args) -> Result {
+    outputs.report(rows.warmups, rows.runs.get(), || measure(rows))
 }
 
 /// Measures the rows one after another; says how many failed, if not all.
-fn measure(args: &Args) -> Result<(Report, usize)> {
+fn measure(args: &RowsArgs) -> Result<(Report<DecodeRow>, usize)> {
     let mut measurements = Vec::new();
     let mut failed = 0;
     for row in rows(args) {
@@ -183,7 +127,7 @@ fn measure(args: &Args) -> Result<(Report, usize)> {
 }
 
 /// Every combination, the quickest to change last.
-fn rows(args: &Args) -> Vec<RowArgs> {
+fn rows(args: &RowsArgs) -> Vec<RowArgs> {
     let families: Vec<_> = match args.vae {
         Some(_) => vec![None],
         None => args.family.iter().copied().map(Some).collect(),
@@ -242,7 +186,7 @@ fn measure_row(row: &RowArgs) -> Result<Measurement> {
 }
 
 /// How the rows were measured, for whoever reads them later.
-fn method(args: &Args) -> String {
+fn method(args: &RowsArgs) -> String {
     let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).display().to_string();
     let given = |path: &Option<PathBuf>| path.as_deref().map_or("random".into(), name);
     format!(
@@ -252,36 +196,6 @@ fn method(args: &Args) -> String {
         given(&args.vae),
         given(&args.latents),
     )
-}
-
-fn heading(report: &Report) -> String {
-    let Report {
-        device,
-        driver,
-        date,
-        commit,
-        method,
-        ..
-    } = report;
-    let driver = driver
-        .as_deref()
-        .map(|driver| format!(", driver {driver}"))
-        .unwrap_or_default();
-    format!("{device}{driver}; commit {commit}; {date}. {method}.\n")
-}
-
-fn print_comparison(report: &Report, others: &[Report], path: &Path) {
-    match report::comparison(report, others) {
-        Some(table) => println!("{table}"),
-        None => println!("no row of {} is of the same work\n", path.display()),
-    }
-    for other in others.iter().filter(|other| other.device != report.device) {
-        println!(
-            "note: {} has rows of another device, {}\n",
-            path.display(),
-            other.device
-        );
-    }
 }
 
 /// The peak of the pools, and beside it what the driver counts.

@@ -1,4 +1,4 @@
-//! `cargo xtask`: what proves a decode (`validate`, `bench`) and what packs it (`bundle`, `dist`).
+//! `cargo xtask`: what proves a decode (`validate`, `bench`, `bench-operations`) and what packs it (`bundle`, `dist`).
 
 mod bench;
 mod bundle;
@@ -22,6 +22,7 @@ struct Args {
 enum Command {
     Validate(validate::Args),
     Bench(bench::Args),
+    BenchOperations(bench::OperationsArgs),
     /// One row of a benchmark, for `bench` itself
     #[command(hide = true)]
     BenchRow(bench::RowArgs),
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
     let result = match args.command {
         Command::Validate(args) => validate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::BenchOperations(args) => bench::run_operations(&args),
         Command::BenchRow(args) => bench::run_row(&args),
         Command::Bundle(args) => bundle::run(&args),
         Command::Dist(args) => dist::run(&args),

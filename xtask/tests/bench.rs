@@ -1,4 +1,5 @@
-//! `xtask bench` on the CPU with a small model: what it prints, writes and refuses.
+//! `xtask bench` on the CPU with a small model, and `xtask bench-operations` with small images: what they print, write and
+//! refuse.
 
 use std::{
     fs,
@@ -17,8 +18,12 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn bench(folder: &Path, arguments: &[&str]) -> Output {
+    xtask(folder, "bench", arguments)
+}
+
+fn xtask(folder: &Path, command: &str, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask"))
-        .arg("bench")
+        .arg(command)
         .args(arguments)
         .current_dir(folder)
         .output()
@@ -124,6 +129,7 @@ fn what_would_fail_after_the_measuring_is_refused_before() {
     refused(&["--json", "none/a.json"], "there is no folder none");
     refused(&["--record"], "this needs a checkout of burn-vae");
     refused(&["--family", "flux2"], "cannot be used with");
+    refused(&["--from", "a.json"], "cannot be used with");
     fs::create_dir(folder.path().join("xtask")).unwrap();
     fs::write(folder.path().join("xtask/Cargo.toml"), "").unwrap();
     refused(&["--record"], "--record takes at least 5 warm-ups and 20 runs");
@@ -159,6 +165,63 @@ fn results_of_another_machine_are_recorded_by_its_device() {
     let recorded: Value = serde_json::from_slice(&recorded).unwrap();
     assert_eq!(recorded.as_array().unwrap().len(), 2);
     assert_eq!(recorded[1]["rows"][0]["clock_mhz_end"], 1965);
+}
+
+#[test]
+fn operations_are_printed_written_compared_and_recorded_apart_from_decodes() {
+    let folder = tempfile::tempdir().unwrap();
+    let operations = |arguments: &[&str]| xtask(folder.path(), "bench-operations", arguments);
+    let quick = ["--only", "conv1x1,group_norm_silu", "--device", "cpu", "--shrink", "64"];
+    let output = operations(&[&quick[..], &["--json", "a.json"]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    for row in [
+        "| conv1x1 | 512->256 8x8 | high | f32 |",
+        "| group_norm_silu | 128 16x16 | high | f32 |",
+    ] {
+        assert!(
+            text(&output.stdout).contains(row),
+            "{row} is not in {}",
+            text(&output.stdout)
+        );
+    }
+    let json: Value = serde_json::from_slice(&fs::read(folder.path().join("a.json")).unwrap()).unwrap();
+    assert!(json["method"].as_str().unwrap().starts_with("xtask bench-operations: "));
+    let rows = json["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 7);
+    for row in rows {
+        let number = |name: &str| row[name].as_f64().unwrap();
+        assert!(
+            0.0 < number("us_min") && number("us_min") <= number("us_median"),
+            "{row}"
+        );
+        assert!(number("us_median") <= number("us_max"), "{row}");
+        assert!(number("calls") >= 1.0, "{row}");
+        assert_eq!((number("runs"), number("warmups")), (10.0, 2.0));
+        assert_eq!(row["tflops"].is_null(), row["operation"] == "group_norm_silu");
+        assert_eq!(row["gb_per_s"].is_null(), row["operation"] == "conv1x1");
+    }
+
+    fs::create_dir_all(folder.path().join("xtask")).unwrap();
+    fs::write(folder.path().join("xtask/Cargo.toml"), "").unwrap();
+    fs::create_dir_all(folder.path().join("benches/results")).unwrap();
+    let again = operations(&["--from", "a.json", "--compare", "a.json", "--record"]);
+    assert!(again.status.success(), "{}", text(&again.stderr));
+    assert_eq!(text(&again.stdout).matches("| 1.000 |").count(), 7);
+    assert!(
+        text(&again.stdout).contains("-operations.json"),
+        "{}",
+        text(&again.stdout)
+    );
+
+    assert_refused(&operations(&["--from", "a.json", "--runs", "3"]), "cannot be used with");
+    assert_refused(
+        &operations(&["--record", "--runs", "9"]),
+        "--record takes at least 2 warm-ups and 10 runs",
+    );
+    assert_refused(
+        &bench(folder.path(), &["--from", "a.json"]),
+        "a.json is not this benchmark's JSON",
+    );
 }
 
 #[test]

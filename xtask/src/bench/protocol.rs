@@ -1,4 +1,4 @@
-//! How decodes are timed, and the check that the timer waited for the device.
+//! How work is timed, and the check that the timer waited for the device.
 
 use std::time::{Duration, Instant};
 
@@ -6,39 +6,39 @@ use burn::tensor::Tensor;
 
 use crate::Result;
 
-/// A decode of the same latents again and again.
-pub trait Decode {
-    /// Decodes, and returns when the device has finished.
+/// The same work again and again.
+pub trait Work {
+    /// Does it, and returns when the device has finished.
     fn run(&mut self) -> Result;
 
-    /// Reads one value of the last image: no device can deliver it before it has computed it.
+    /// Reads one value of the last result: no device can deliver it before it has computed it.
     fn read(&mut self) -> Result;
 }
 
 /// Runs that [`check`] times.
 const CHECK_RUNS: usize = 5;
 
-/// The share of a decode that a device may still have to do when the timer stops.
+/// The share of a run that a device may still have to do when the timer stops.
 const TOLERANCE: f64 = 0.05;
 
 /// Wall-clock times of runs back to back.
-pub fn time(decode: &mut impl Decode, runs: usize) -> Result<Vec<Duration>> {
-    (0..runs).map(|_| elapsed(|| decode.run())).collect()
+pub fn time(work: &mut impl Work, runs: usize) -> Result<Vec<Duration>> {
+    (0..runs).map(|_| elapsed(|| work.run())).collect()
 }
 
 /// Refuses a timer that stops before the device does, as one without a synchronise at its end: that measures launches.
 ///
 /// Right after each timed run a value of the image is read, then read again. The first read waits for whatever the
 /// device still has to do, the second is the cost of reading; the difference is what the timer missed.
-pub fn check(decode: &mut impl Decode) -> Result {
+pub fn check(work: &mut impl Work) -> Result {
     // A first read may have a kernel to compile.
-    decode.run()?;
-    decode.read()?;
+    work.run()?;
+    work.read()?;
     let (mut timed, mut missed) = (Vec::new(), Vec::new());
     for _ in 0..CHECK_RUNS {
-        timed.push(elapsed(|| decode.run())?);
-        let wait = elapsed(|| decode.read())?;
-        missed.push(wait.saturating_sub(elapsed(|| decode.read())?));
+        timed.push(elapsed(|| work.run())?);
+        let wait = elapsed(|| work.read())?;
+        missed.push(wait.saturating_sub(elapsed(|| work.read())?));
     }
     let (timed, missed) = (median(&timed), median(&missed));
     if missed.as_secs_f64() <= TOLERANCE * (timed + missed).as_secs_f64() {
@@ -47,7 +47,7 @@ pub fn check(decode: &mut impl Decode) -> Result {
     let (timed, missed) = (milliseconds(timed), milliseconds(missed));
     Err(format!(
         "the timer stopped before the device did: it read {timed:.2} ms with {missed:.2} ms of work left, so its times \
-         are not those of decodes"
+         are not those of the work"
     )
     .into())
 }
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    impl Decode for Sleeper {
+    impl Work for Sleeper {
         fn run(&mut self) -> Result {
             self.enqueue(DECODE);
             if self.synchronises {
@@ -182,7 +182,7 @@ mod tests {
         synchronises: bool,
     }
 
-    impl Decode for Product {
+    impl Work for Product {
         fn run(&mut self) -> Result {
             self.product = Some(self.factor.clone().matmul(self.factor.clone()));
             if self.synchronises {

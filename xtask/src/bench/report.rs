@@ -1,18 +1,17 @@
 //! What a benchmark writes: JSON to keep and to compare with, tables to read.
 
 use std::{
-    fmt::Write as _,
     fs,
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::Result;
 
 /// One run of a benchmark on one device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Report {
+pub struct Report<R> {
     /// The device, as it names itself.
     pub device: String,
     /// The version of its driver, where it tells.
@@ -23,62 +22,58 @@ pub struct Report {
     pub commit: String,
     /// How it was measured.
     pub method: String,
-    pub rows: Vec<Row>,
+    pub rows: Vec<R>,
 }
 
-/// The times of one decode.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Row {
-    pub family: String,
-    /// Of the image, in pixels.
-    pub width: usize,
-    pub height: usize,
-    pub batch: usize,
-    /// How it was computed: `lossless`, `high`, or the name of another implementation.
-    pub quality: String,
-    pub dtype: String,
-    pub ms_median: f64,
-    pub ms_min: f64,
-    pub ms_max: f64,
-    pub runs: usize,
-    pub warmups: usize,
-    /// Of the first decode, which compiles kernels.
-    pub first_ms: f64,
-    pub peak_mib: Option<f64>,
-    pub clock_mhz_start: Option<u32>,
-    pub clock_mhz_end: Option<u32>,
-}
+/// What a report has rows of.
+pub trait Row: Clone + Serialize + DeserializeOwned {
+    /// Ends the names of the files in which such rows are kept, after the device's.
+    const KEPT_AS: &str;
+    /// What is recorded has at least as many.
+    const MIN_WARMUPS: usize;
+    const MIN_RUNS: usize;
+    /// The two lines that a Markdown table of rows starts with, and those of a comparison.
+    const TABLE_HEAD: &str;
+    const COMPARISON_HEAD: &str;
 
-impl Row {
+    fn warmups(&self) -> usize;
+    fn runs(&self) -> usize;
+
+    /// How it was computed.
+    fn implementation(&self) -> &str;
+
     /// Whether both are of the same work, however it was computed.
-    fn is_comparable(&self, other: &Self) -> bool {
-        let work = |row: &Self| (row.family.clone(), row.width, row.height, row.batch, row.dtype.clone());
-        work(self) == work(other)
-    }
+    fn is_comparable(&self, other: &Self) -> bool;
+
+    /// A line of a table, without its end.
+    fn table_line(&self) -> String;
+
+    /// A line of a comparison with another row, whose origin is `source`, without its end.
+    fn comparison_line(&self, other: &Self, source: &str) -> String;
 }
 
 /// Reads a report, or a list of them as [`record`] keeps.
 ///
 /// # Errors
 /// When the file is not there or is neither.
-pub fn read(path: &Path) -> Result<Vec<Report>> {
+pub fn read<R: Row>(path: &Path) -> Result<Vec<Report<R>>> {
     let text = fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
     let parsed = if text.trim_start().starts_with('[') {
         serde_json::from_str(&text)
     } else {
         serde_json::from_str(&text).map(|report| vec![report])
     };
-    parsed.map_err(|error| format!("{} is not a benchmark's JSON: {error}", path.display()).into())
+    parsed.map_err(|error| format!("{} is not this benchmark's JSON: {error}", path.display()).into())
 }
 
 /// Writes a report in full or not at all.
-pub fn write(path: &Path, report: &Report) -> Result {
+pub fn write<R: Row>(path: &Path, report: &Report<R>) -> Result {
     write_json(path, report)
 }
 
 /// Appends a report to those of its device in `folder`, and says in which file.
-pub fn record(folder: &Path, report: &Report) -> Result<PathBuf> {
-    let path = folder.join(record_name(&report.device));
+pub fn record<R: Row>(folder: &Path, report: &Report<R>) -> Result<PathBuf> {
+    let path = folder.join(format!("{}{}.json", record_name(&report.device), R::KEPT_AS));
     let mut reports = if path.exists() { read(&path)? } else { Vec::new() };
     reports.push(report.clone());
     write_json(&path, &reports)?;
@@ -93,62 +88,40 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result {
     written.map_err(|error| format!("cannot write {}: {error}", path.display()).into())
 }
 
-/// `NVIDIA H200` is kept in `nvidia-h200.json`.
+/// `NVIDIA H200` is `nvidia-h200` in names of files.
 fn record_name(device: &str) -> String {
     let lower = device.to_ascii_lowercase();
     let words: Vec<_> = lower
         .split(|c: char| !c.is_ascii_alphanumeric())
         .filter(|word| !word.is_empty())
         .collect();
-    format!(
-        "{}.json",
-        if words.is_empty() {
-            "unnamed".into()
-        } else {
-            words.join("-")
-        }
-    )
+    if words.is_empty() {
+        "unnamed".into()
+    } else {
+        words.join("-")
+    }
 }
 
 /// The rows as a Markdown table.
-pub fn table(rows: &[Row]) -> String {
-    let mut text = String::from(
-        "| family | image | batch | quality | dtype | median ms | min | max | first ms | peak MiB | clock MHz |\n\
-         |---|---|---:|---|---|---:|---:|---:|---:|---:|---:|\n",
-    );
-    for row in rows {
-        let clock = match (row.clock_mhz_start, row.clock_mhz_end) {
-            (Some(start), Some(end)) => format!("{start}-{end}"),
-            _ => String::new(),
-        };
-        let Row {
-            family,
-            width,
-            height,
-            batch,
-            quality,
-            dtype,
-            ..
-        } = row;
-        let _ = writeln!(
-            text,
-            "| {family} | {width}x{height} | {batch} | {quality} | {dtype} | {:.2} | {:.2} | {:.2} | {:.0} | {} | {clock} |",
-            row.ms_median,
-            row.ms_min,
-            row.ms_max,
-            row.first_ms,
-            row.peak_mib.map(|mib| format!("{mib:.0}")).unwrap_or_default(),
-        );
-    }
-    text
+pub fn table<R: Row>(rows: &[R]) -> String {
+    let lines = rows.iter().map(|row| row.table_line() + "\n");
+    [R::TABLE_HEAD.to_string()].into_iter().chain(lines).collect()
 }
 
-/// A Markdown table of `report` against the rows of `others` for the same work: of the same quality if there are such,
-/// else of every quality, the newest of each. `None` when no row has a counterpart.
-pub fn comparison(report: &Report, others: &[Report]) -> Option<String> {
+/// A clock at the start and the end of the timed runs, for a cell of a table.
+pub fn clocks(start: Option<u32>, end: Option<u32>) -> String {
+    match (start, end) {
+        (Some(start), Some(end)) => format!("{start}-{end}"),
+        _ => String::new(),
+    }
+}
+
+/// A Markdown table of `report` against the rows of `others` for the same work: of the same implementation if there are
+/// such, else of every one, the newest of each. `None` when no row has a counterpart.
+pub fn comparison<R: Row>(report: &Report<R>, others: &[Report<R>]) -> Option<String> {
     let mut lines = Vec::new();
     for row in &report.rows {
-        let mut counterparts: Vec<(&Report, &Row)> = Vec::new();
+        let mut counterparts: Vec<(&Report<R>, &R)> = Vec::new();
         for (other, counterpart) in others
             .iter()
             .rev()
@@ -156,47 +129,30 @@ pub fn comparison(report: &Report, others: &[Report]) -> Option<String> {
         {
             let is_new = counterparts
                 .iter()
-                .all(|(_, known)| known.quality != counterpart.quality);
+                .all(|(_, known)| known.implementation() != counterpart.implementation());
             if row.is_comparable(counterpart) && is_new {
                 counterparts.push((other, counterpart));
             }
         }
-        if counterparts
-            .iter()
-            .any(|(_, counterpart)| counterpart.quality == row.quality)
-        {
-            counterparts.retain(|(_, counterpart)| counterpart.quality == row.quality);
+        let is_own = |(_, counterpart): &(&Report<R>, &R)| counterpart.implementation() == row.implementation();
+        if counterparts.iter().any(is_own) {
+            counterparts.retain(is_own);
         }
         lines.extend(counterparts.into_iter().map(|(other, counterpart)| {
-            let Row { family, width, height, batch, quality, dtype, .. } = row;
-            let memory = match (row.peak_mib, counterpart.peak_mib) {
-                (Some(ours), Some(theirs)) if theirs > 0.0 => format!("{:.2}", ours / theirs),
-                _ => String::new(),
-            };
-            format!(
-                "| {family} | {width}x{height} | {batch} | {dtype} | {quality} | {:.2} | {} ({} {}) | {:.2} | {:.3} | {memory} |\n",
-                row.ms_median,
-                counterpart.quality,
-                other.commit,
-                other.date,
-                counterpart.ms_median,
-                row.ms_median / counterpart.ms_median,
-            )
+            let source = format!("{} ({} {})", counterpart.implementation(), other.commit, other.date);
+            row.comparison_line(counterpart, &source) + "\n"
         }));
     }
-    (!lines.is_empty()).then(|| {
-        let head = "| family | image | batch | dtype | quality | ms | against | its ms | time ratio | memory ratio |\n\
-                    |---|---|---:|---|---|---:|---|---:|---:|---:|\n";
-        format!("{head}{}", lines.concat())
-    })
+    (!lines.is_empty()).then(|| format!("{}{}", R::COMPARISON_HEAD, lines.concat()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::row::DecodeRow;
 
-    fn row(quality: &str, width: usize, ms_median: f64) -> Row {
-        Row {
+    fn row(quality: &str, width: usize, ms_median: f64) -> DecodeRow {
+        DecodeRow {
             family: "flux2".into(),
             width,
             height: 512,
@@ -215,7 +171,7 @@ mod tests {
         }
     }
 
-    fn report(commit: &str, rows: Vec<Row>) -> Report {
+    fn report(commit: &str, rows: Vec<DecodeRow>) -> Report<DecodeRow> {
         Report {
             device: "NVIDIA H200".into(),
             driver: Some("580.1".into()),
@@ -251,10 +207,10 @@ mod tests {
         let path = record(folder.path(), &first).unwrap();
         assert_eq!(path, folder.path().join("nvidia-h200.json"));
         assert_eq!(record(folder.path(), &second).unwrap(), path);
-        assert_eq!(read(&path).unwrap(), [first.clone(), second]);
+        assert_eq!(read::<DecodeRow>(&path).unwrap(), [first.clone(), second]);
         let alone = folder.path().join("alone.json");
         write(&alone, &first).unwrap();
-        assert_eq!(read(&alone).unwrap(), [first]);
+        assert_eq!(read::<DecodeRow>(&alone).unwrap(), [first]);
         assert_eq!(
             fs::read_dir(folder.path()).unwrap().count(),
             2,
@@ -268,7 +224,10 @@ mod tests {
         let path = folder.path().join("nvidia-h200.json");
         fs::write(&path, "[{").unwrap();
         let error = record(folder.path(), &report("abc", vec![])).unwrap_err().to_string();
-        assert!(error.contains("nvidia-h200.json is not a benchmark's JSON"), "{error}");
+        assert!(
+            error.contains("nvidia-h200.json is not this benchmark's JSON"),
+            "{error}"
+        );
         assert_eq!(fs::read_to_string(&path).unwrap(), "[{");
     }
 
@@ -276,10 +235,10 @@ mod tests {
     fn names_of_devices_become_names_of_files() {
         assert_eq!(
             record_name("Intel(R) Xeon(R) Processor, 2 CPUs"),
-            "intel-r-xeon-r-processor-2-cpus.json"
+            "intel-r-xeon-r-processor-2-cpus"
         );
-        assert_eq!(record_name("../../etc"), "etc.json");
-        assert_eq!(record_name("東京"), "unnamed.json");
+        assert_eq!(record_name("../../etc"), "etc");
+        assert_eq!(record_name("東京"), "unnamed");
     }
 
     #[test]

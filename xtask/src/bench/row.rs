@@ -20,8 +20,8 @@ use vae_io::{Family, LatentFile, LatentsOptions, LatentsReading};
 
 use super::{
     card::{Card, device_name},
-    protocol::{self, Decode, device_failed, median, milliseconds, read_last},
-    report::Row,
+    protocol::{self, Work, device_failed, median, milliseconds, read_last},
+    report::{Row, clocks},
 };
 use crate::Result;
 
@@ -184,6 +184,13 @@ impl FromStr for Size {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TypeName(Option<DType>);
 
+impl TypeName {
+    /// The type on a device of this name.
+    pub fn on(self, name: DeviceName) -> DType {
+        self.0.unwrap_or_else(|| name.default_dtype())
+    }
+}
+
 impl fmt::Display for TypeName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
@@ -209,12 +216,105 @@ impl FromStr for TypeName {
     }
 }
 
+/// The times of one decode.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DecodeRow {
+    pub family: String,
+    /// Of the image, in pixels.
+    pub width: usize,
+    pub height: usize,
+    pub batch: usize,
+    /// How it was computed: `lossless`, `high`, or the name of another implementation.
+    pub quality: String,
+    pub dtype: String,
+    pub ms_median: f64,
+    pub ms_min: f64,
+    pub ms_max: f64,
+    pub runs: usize,
+    pub warmups: usize,
+    /// Of the first decode, which compiles kernels.
+    pub first_ms: f64,
+    pub peak_mib: Option<f64>,
+    pub clock_mhz_start: Option<u32>,
+    pub clock_mhz_end: Option<u32>,
+}
+
+impl Row for DecodeRow {
+    const KEPT_AS: &str = "";
+    const MIN_WARMUPS: usize = 5;
+    const MIN_RUNS: usize = 20;
+    const TABLE_HEAD: &str = "| family | image | batch | quality | dtype | median ms | min | max | first ms | peak MiB | clock MHz |\n\
+         |---|---|---:|---|---|---:|---:|---:|---:|---:|---:|\n";
+    const COMPARISON_HEAD: &str = "| family | image | batch | dtype | quality | ms | against | its ms | time ratio | memory ratio |\n\
+         |---|---|---:|---|---|---:|---|---:|---:|---:|\n";
+
+    fn warmups(&self) -> usize {
+        self.warmups
+    }
+
+    fn runs(&self) -> usize {
+        self.runs
+    }
+
+    fn implementation(&self) -> &str {
+        &self.quality
+    }
+
+    fn is_comparable(&self, other: &Self) -> bool {
+        let work = |row: &Self| (row.family.clone(), row.width, row.height, row.batch, row.dtype.clone());
+        work(self) == work(other)
+    }
+
+    fn table_line(&self) -> String {
+        let Self {
+            family,
+            width,
+            height,
+            batch,
+            quality,
+            dtype,
+            ..
+        } = self;
+        format!(
+            "| {family} | {width}x{height} | {batch} | {quality} | {dtype} | {:.2} | {:.2} | {:.2} | {:.0} | {} | {} |",
+            self.ms_median,
+            self.ms_min,
+            self.ms_max,
+            self.first_ms,
+            self.peak_mib.map(|mib| format!("{mib:.0}")).unwrap_or_default(),
+            clocks(self.clock_mhz_start, self.clock_mhz_end),
+        )
+    }
+
+    fn comparison_line(&self, other: &Self, source: &str) -> String {
+        let Self {
+            family,
+            width,
+            height,
+            batch,
+            quality,
+            dtype,
+            ..
+        } = self;
+        let memory = match (self.peak_mib, other.peak_mib) {
+            (Some(ours), Some(theirs)) if theirs > 0.0 => format!("{:.2}", ours / theirs),
+            _ => String::new(),
+        };
+        format!(
+            "| {family} | {width}x{height} | {batch} | {dtype} | {quality} | {:.2} | {source} | {:.2} | {:.3} | {memory} |",
+            self.ms_median,
+            other.ms_median,
+            self.ms_median / other.ms_median,
+        )
+    }
+}
+
 /// What a row's process reports to the benchmark.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Measurement {
     pub device: String,
     pub driver: Option<String>,
-    pub row: Row,
+    pub row: DecodeRow,
     /// What the driver counts as used of the device's memory at the end of the runs.
     pub driver_mib: Option<f64>,
     /// Asked for by `sites`: each stage's name and its median.
@@ -276,7 +376,7 @@ fn measure(args: &Args) -> Result<Measurement> {
     Ok(Measurement {
         device: device_name(&decode.device, name),
         driver: card.as_ref().and_then(Card::driver),
-        row: Row {
+        row: DecodeRow {
             family,
             width: size.width,
             height: size.height,
@@ -300,7 +400,7 @@ fn measure(args: &Args) -> Result<Measurement> {
 
 /// The model with the weights of a file, or with random ones.
 fn model(args: &Args, device: &Device, name: DeviceName) -> Result<(VaeConfig, VaeDecoder)> {
-    let dtype = args.dtype.0.unwrap_or_else(|| name.default_dtype());
+    let dtype = args.dtype.on(name);
     match (&args.vae, args.family) {
         (Some(path), _) => {
             let options = LoadOptions {
@@ -421,7 +521,7 @@ impl DeviceDecode {
     }
 }
 
-impl Decode for DeviceDecode {
+impl Work for DeviceDecode {
     fn run(&mut self) -> Result {
         // First, so that two images never count towards the peak.
         self.image = None;
