@@ -29,7 +29,8 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("conv_*", 168),
+    Budget("conv_*_2groups_*", 168),
+    Budget("conv_*_3groups_*", 128, spill_bytes=16),
     Budget("narrow_conv_*", 40),
     Budget("attention_scores_*_512", 168, spill_bytes=48),
     Budget("attention_scores_*", 168, spill_bytes=24),
@@ -38,8 +39,11 @@ BUDGETS = (
     Budget("gemm_MultiplyAdd_*", 48),
     Budget("gemm_TensorCore_F16_upsample_128", 128, spill_bytes=16),
     Budget("gemm_TensorCore_*", 128),
-    Budget("channel_moments", 48, spill_bytes=24),
-    Budget("normalize", 64),
+    Budget("channel_moments_*", 64, spill_bytes=24),
+    Budget("group_coefficients", 48),
+    Budget("normalize_*", 64),
+    Budget("pack_*", 40),
+    Budget("softmax", 40),
 )
 
 

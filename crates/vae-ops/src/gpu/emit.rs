@@ -89,12 +89,14 @@ pub(super) fn emit(name: &str, kernel: &dyn CubeKernel) -> String {
 }
 
 mod tests {
-    use crate::gpu::{gemm, group_norm, hopper};
+    use crate::gpu::{gemm, group_norm, hopper, pack, softmax};
 
     #[test]
     fn kernels_of_the_gpu_emit() {
         gemm::emit_all();
         group_norm::emit_all();
         hopper::emit_all();
+        pack::emit_all();
+        softmax::emit_all();
     }
 }

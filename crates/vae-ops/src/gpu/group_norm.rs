@@ -435,43 +435,62 @@ pub(super) fn emit_all() {
     use cubecl::ir::FloatKind;
 
     let argument = || BufferCompilationArg { inplace: None };
-    let dtype = ElemType::Float(FloatKind::BF16);
     let (lanes, row_lanes) = lanes(16);
-    let kernel = channel_moments_kernel::ChannelMomentsKernel::new(
-        settings(CubeDim::new_2d(lanes, row_lanes)),
-        device_properties(),
-        target_properties(),
-        argument(),
-        argument(),
-        (),
-        (),
-        (),
-        8,
-        lanes,
-        row_lanes,
-        dtype,
-    );
-    emit("channel_moments", &kernel);
-    for inplace in [None, Some(0)] {
-        let kernel = normalize_kernel::NormalizeKernel::new(
-            settings(CubeDim::new_1d(UNITS)),
+    for (name, float, vector) in [
+        ("f32", FloatKind::F32, 4),
+        ("f16", FloatKind::F16, 8),
+        ("bf16", FloatKind::BF16, 8),
+    ] {
+        let dtype = ElemType::Float(float);
+        let kernel = channel_moments_kernel::ChannelMomentsKernel::new(
+            settings(CubeDim::new_2d(lanes, row_lanes)),
             device_properties(),
             target_properties(),
             argument(),
             argument(),
-            BufferCompilationArg { inplace },
             (),
             (),
             (),
-            (),
-            (),
-            8,
-            Activation::SiluPtx,
+            vector,
+            lanes,
+            row_lanes,
             dtype,
         );
-        emit(
-            &format!("normalize_{}", if inplace.is_some() { "in_place" } else { "apart" }),
-            &kernel,
-        );
+        emit(&format!("channel_moments_{name}"), &kernel);
+        for (place, inplace) in [("apart", None), ("in_place", Some(0))] {
+            let kernel = normalize_kernel::NormalizeKernel::new(
+                settings(CubeDim::new_1d(UNITS)),
+                device_properties(),
+                target_properties(),
+                argument(),
+                argument(),
+                BufferCompilationArg { inplace },
+                (),
+                (),
+                (),
+                (),
+                (),
+                vector,
+                Activation::SiluPtx,
+                dtype,
+            );
+            emit(&format!("normalize_{name}_{place}"), &kernel);
+        }
     }
+    let kernel = group_coefficients_kernel::GroupCoefficientsKernel::new(
+        settings(CubeDim::new_1d(1024)),
+        device_properties(),
+        target_properties(),
+        argument(),
+        argument(),
+        argument(),
+        argument(),
+        (),
+        (),
+        (),
+        (),
+        (),
+        1024,
+    );
+    emit("group_coefficients", &kernel);
 }

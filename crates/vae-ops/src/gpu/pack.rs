@@ -88,3 +88,31 @@ pub(super) fn pack(
         )
     }
 }
+
+/// The kernel, as CUDA C++.
+#[cfg(all(test, feature = "hopper"))]
+pub(super) fn emit_all() {
+    use super::emit::{device_properties, emit, settings, target_properties};
+    use cubecl::ir::FloatKind;
+
+    let argument = || BufferCompilationArg { inplace: None };
+    let dtype = ElemType::Float(FloatKind::BF16);
+    for (name, kernel, taps, phases) in [("point", 1, 1, 1), ("square", 3, 3, 1), ("upsample", 3, 2, 2)] {
+        let kernel = pack_kernel::PackKernel::new(
+            settings(CubeDim::new_1d(UNITS)),
+            device_properties(),
+            target_properties(),
+            argument(),
+            argument(),
+            (),
+            (),
+            (),
+            kernel,
+            taps,
+            phases,
+            dtype,
+            dtype,
+        );
+        emit(&format!("pack_{name}"), &kernel);
+    }
+}

@@ -92,3 +92,26 @@ pub(super) fn softmax(
         )
     }
 }
+
+/// The kernel, as CUDA C++.
+#[cfg(all(test, feature = "hopper"))]
+pub(super) fn emit_all() {
+    use super::emit::{device_properties, emit, settings, target_properties};
+    use cubecl::ir::FloatKind;
+
+    let argument = || BufferCompilationArg { inplace: None };
+    let kernel = softmax_kernel::SoftmaxKernel::new(
+        settings(CubeDim::new_1d(UNITS)),
+        device_properties(),
+        target_properties(),
+        argument(),
+        argument(),
+        argument(),
+        (),
+        (),
+        (),
+        UNITS,
+        ElemType::Float(FloatKind::BF16),
+    );
+    emit("softmax", &kernel);
+}

@@ -949,6 +949,7 @@ fn emit_form(form: Form) {
         moments,
     } = form;
     let half = half.name();
-    let name = format!("conv_{half}_{taps}_{groups}_{tile_height}x{tile_width}_{tail_steps}_{residual}_{moments}");
+    let name =
+        format!("conv_{half}_{taps}taps_{groups}groups_{tile_height}x{tile_width}_{tail_steps}_{residual}_{moments}");
     emit(&name, &kernel);
 }
