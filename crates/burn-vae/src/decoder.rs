@@ -1,4 +1,5 @@
 use std::{
+    ops::ControlFlow,
     path::{Path, PathBuf},
     sync::OnceLock,
 };
@@ -6,10 +7,12 @@ use std::{
 use autoencoder_kl::AutoencoderKl;
 use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
 use flux2::AutoencoderKlFlux2;
-use vae_blocks::{FoldedDecoder, Latents, Observer, Plan, Quality, VaeModel, device_name};
+use vae_blocks::{
+    FoldedDecoder, Latents, Observer, Plan, Progress, Quality, TilePlan, VaeModel, decode_lossless, device_name,
+};
 use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
 
-use crate::{LoadReport, apply_checkpoint};
+use crate::{DecodeOptions, LoadReport, Tiling, apply_checkpoint};
 
 /// A VAE's decoding half with its weights on a device.
 ///
@@ -121,7 +124,7 @@ impl VaeDecoder {
     /// [`Error::InvalidLatents`] when the latents do not fit the model or are on another device,
     /// [`Error::QualityUnavailable`] when `quality` cannot run.
     pub fn decode(&self, latents: Latents, quality: Quality) -> Result<Tensor<4>> {
-        self.decode_observed(latents, quality, &mut |_, _| {})
+        self.decode_with(latents, DecodeOptions::new(quality))
     }
 
     /// [`decode`](Self::decode), with a look at the activation after each of [`num_stages`](Self::num_stages) stages.
@@ -134,17 +137,54 @@ impl VaeDecoder {
         quality: Quality,
         observer: &mut Observer<'_>,
     ) -> Result<Tensor<4>> {
+        let mut progress = |progress: &Progress<'_>| {
+            if progress.ends_stage {
+                observer(progress.stage, progress.activation);
+            }
+            ControlFlow::Continue(())
+        };
+        let options = DecodeOptions {
+            progress: Some(&mut progress),
+            ..DecodeOptions::new(quality)
+        };
+        self.decode_with(latents, options)
+    }
+
+    /// [`decode`](Self::decode) with more to say.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode), and [`Error::Cancelled`].
+    pub fn decode_with(&self, latents: Latents, options: DecodeOptions<'_>) -> Result<Tensor<4>> {
+        let DecodeOptions {
+            quality,
+            tiling,
+            storage,
+            mut progress,
+        } = options;
+        // Folding takes time and memory: everything is refused before it.
+        if self.folded.get().is_none() {
+            self.plan(quality)?;
+        }
+        let z = self.model().prepare(latents)?;
+        let tile = TilePlan {
+            rows: match tiling {
+                Tiling::Off => None,
+                Tiling::Rows(rows) => Some(rows),
+            },
+            storage,
+        };
+        let mut watch = |event: Progress<'_>| {
+            let flow = progress.as_mut().map(|progress| progress(&event));
+            match flow {
+                Some(ControlFlow::Break(())) => Err(Error::Cancelled),
+                _ => Ok(()),
+            }
+        };
         match quality {
-            Quality::Lossless => self.model().decode_lossless(latents, observer),
+            Quality::Lossless => decode_lossless(self.model(), z, tile, &mut watch),
             Quality::High => {
-                // Folding takes time and memory: everything is refused before it.
-                if self.folded.get().is_none() {
-                    self.plan(Quality::High)?;
-                }
-                let z = self.model().prepare(latents)?;
                 let folded = self.folded.get_or_init(|| FoldedDecoder::new(self.model()));
-                observer("latents", &z);
-                Ok(folded.forward(z, observer))
+                folded.forward(self.model().decoder_config(), z, tile, &mut watch)
             }
         }
     }

@@ -43,6 +43,7 @@
 mod decoder;
 mod device;
 mod latents;
+mod options;
 mod weights;
 
 pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig};
@@ -50,7 +51,8 @@ pub use decoder::{LoadOptions, Loaded, VaeDecoder, VaeModule, float_dtype};
 pub use device::{DeviceName, peak_memory};
 pub use flux2::{AutoencoderKlFlux2, Flux2Config};
 pub use latents::latents_from_file;
-pub use vae_blocks::{Latents, Observer, Plan, Quality, VaeModel};
+pub use options::{DecodeOptions, Tiling};
+pub use vae_blocks::{Latents, Observer, Plan, Progress, Quality, Storage, TilePlan, VaeModel};
 pub use vae_io as io;
 pub use vae_io::{DType, DecoderConfig, Error, Family, LatentSpace, Result, VaeConfig};
 pub use weights::{LoadReport, apply_checkpoint};

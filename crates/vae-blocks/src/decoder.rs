@@ -4,7 +4,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use crate::{DecoderConfig, GroupNorm, MidBlock, UpBlock, conv3x3, convolve};
+use crate::{DecoderConfig, GroupNorm, MidBlock, Result, UpBlock, conv3x3, convolve};
 
 /// The decoder of AutoencoderKL and AutoencoderKLFlux2
 /// ([diffusers' Decoder](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/vae.py)).
@@ -26,6 +26,9 @@ pub struct Decoder {
 ///
 /// Called as soon as the stage's work is enqueued, so on a GPU it may run long before the values exist.
 pub type Observer<'a> = dyn FnMut(&str, &Tensor<4>) + 'a;
+
+/// An [`Observer`] that can end the decode with an error.
+pub type StageObserver<'a> = dyn FnMut(&str, &Tensor<4>) -> Result<()> + 'a;
 
 impl Decoder {
     /// A decoder with Burn's default random weights, for loading into or for benchmarks.
@@ -56,17 +59,20 @@ impl Decoder {
     /// # Shapes
     /// - `z`: `[batch, latent_channels, height, width]`
     /// - returns `[batch, out_channels, s * height, s * width]` in -1..1, `s` = 2^(up blocks - 1)
-    pub fn forward(&self, z: Tensor<4>, observer: &mut Observer<'_>) -> Tensor<4> {
+    ///
+    /// # Errors
+    /// What `observer` returns.
+    pub fn forward(&self, z: Tensor<4>, observer: &mut StageObserver<'_>) -> Result<Tensor<4>> {
         let x = convolve(&self.conv_in, z);
-        observer("decoder.conv_in", &x);
+        observer("decoder.conv_in", &x)?;
         let mut x = self.mid_block.forward(x);
-        observer("decoder.mid_block", &x);
+        observer("decoder.mid_block", &x)?;
         for (i, up_block) in self.up_blocks.iter().enumerate() {
             x = up_block.forward(x);
-            observer(&format!("decoder.up_blocks.{i}"), &x);
+            observer(&format!("decoder.up_blocks.{i}"), &x)?;
         }
         let x = convolve(&self.conv_out, self.conv_norm_out.forward_silu(x));
-        observer("decoder.conv_out", &x);
-        x
+        observer("decoder.conv_out", &x)?;
+        Ok(x)
     }
 }

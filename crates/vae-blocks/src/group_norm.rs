@@ -37,4 +37,10 @@ impl GroupNorm {
     pub fn forward_silu(&self, x: Tensor<4>) -> Tensor<4> {
         vae_ops::group_norm_silu(x, self.weight.val(), self.bias.val(), self.num_groups, Self::EPSILON)
     }
+
+    /// [`forward_silu`](Self::forward_silu) of a band of images with the moments of all bands.
+    pub(crate) fn forward_silu_of(&self, x: Tensor<4>, moments: &vae_ops::Moments) -> Tensor<4> {
+        let (weight, bias) = (self.weight.val(), self.bias.val());
+        vae_ops::group_norm_silu_of(x, moments, weight, bias, self.num_groups, Self::EPSILON)
+    }
 }

@@ -5,7 +5,7 @@ use burn::{
 
 use vae_ops::support::{DeviceProfile, device_name};
 
-use crate::{Decoder, DecoderConfig, Error, Latents, Observer, Plan, Quality, Result, convolve};
+use crate::{Decoder, DecoderConfig, Error, Latents, Plan, Quality, Result};
 
 /// A family of VAEs: how its latents are normalised, around the [`Decoder`] that all share.
 pub trait VaeModel {
@@ -78,23 +78,6 @@ pub trait VaeModel {
             return Err(Error::invalid_latents(&dims, reason));
         }
         Ok(z)
-    }
-
-    /// Decodes latents by stock operations ([`Quality::Lossless`]) to images of `[batch, 3, height, width]` in -1..1, in
-    /// the model's type, on its device.
-    ///
-    /// Enqueues the work and returns; nothing is synchronised or read back. `observer` is told of every stage.
-    ///
-    /// # Errors
-    /// As [`prepare`](Self::prepare).
-    fn decode_lossless(&self, latents: Latents, observer: &mut Observer<'_>) -> Result<Tensor<4>> {
-        let mut z = self.prepare(latents)?;
-        observer("latents", &z);
-        if let Some(conv) = self.post_quant_conv() {
-            z = convolve(conv, z);
-            observer("post_quant_conv", &z);
-        }
-        Ok(self.decoder().forward(z, observer))
     }
 }
 

@@ -126,6 +126,10 @@ pub enum Error {
         supported: &'static str,
     },
 
+    /// Whoever asked for the decode ended it.
+    #[error("the decode was cancelled")]
+    Cancelled,
+
     /// The device failed while it was computing.
     #[error("device {device} failed: {reason}")]
     DeviceFailed { device: String, reason: String },

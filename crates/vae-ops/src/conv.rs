@@ -10,25 +10,30 @@ use burn::{
 /// on real pictures. Here half precision takes the implicit GEMM of cubek, Burn's kernel library, on tensor cores, else
 /// Burn's direct kernel in f32.
 pub fn conv2d(x: Tensor<4>, weight: Tensor<4>, bias: Tensor<1>) -> Tensor<4> {
-    // Only GPUs need it; gradients and other backends are Burn's own business.
-    if x.dtype() == DType::F32 || !crate::support::is_gpu(&x.device()) {
-        let padding = weight.dims()[2] / 2;
-        return module::conv2d(
-            x,
-            weight,
-            Some(bias),
-            ConvOptions::new([1, 1], [padding, padding], [1, 1], 1),
-        );
-    }
-    let (weight, bias) = (weight.into_dispatch(), bias.into_dispatch());
-    Tensor::from_dispatch(Dispatch::conv2d_f32_sums(x.into_dispatch(), weight, bias))
+    let padding = weight.dims()[2] / 2;
+    conv2d_padded(x, weight, bias, [padding, padding])
 }
 
-/// What [`conv2d`] asks of a GPU's backend.
+/// [`conv2d`] with other padding of rows and of columns: none for the rows of a band that brings its neighbours along.
+pub fn conv2d_padded(x: Tensor<4>, weight: Tensor<4>, bias: Tensor<1>, padding: [usize; 2]) -> Tensor<4> {
+    // Only GPUs need it; gradients and other backends are Burn's own business.
+    if x.dtype() == DType::F32 || !crate::support::is_gpu(&x.device()) {
+        return module::conv2d(x, weight, Some(bias), ConvOptions::new([1, 1], padding, [1, 1], 1));
+    }
+    let (weight, bias) = (weight.into_dispatch(), bias.into_dispatch());
+    Tensor::from_dispatch(Dispatch::conv2d_f32_sums(x.into_dispatch(), weight, bias, padding))
+}
+
+/// What [`conv2d_padded`] asks of a GPU's backend.
 #[backend_extension(Cube: cfg(feature = "gpu"))]
 pub trait StockOps: Backend {
-    /// [`conv2d`] of half precision.
-    fn conv2d_f32_sums(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// [`conv2d_padded`] of half precision.
+    fn conv2d_f32_sums(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        padding: [usize; 2],
+    ) -> FloatTensor<Self>;
 }
 
 #[cfg(feature = "gpu")]
@@ -63,14 +68,14 @@ mod gpu {
             x: FloatTensor<Self>,
             weight: FloatTensor<Self>,
             bias: FloatTensor<Self>,
+            padding: [usize; 2],
         ) -> FloatTensor<Self> {
             if GpuProfile::of(&x.client).product_engine(x.dtype).0 == ConvEngine::TensorCore
-                && let Ok(y) = implicit_gemm(&x, &weight, &bias)
+                && let Ok(y) = implicit_gemm(&x, &weight, &bias, padding)
             {
                 return y;
             }
-            let padding = weight.meta.shape()[2] / 2;
-            let options = ConvOptions::new([1, 1], [padding, padding], [1, 1], 1);
+            let options = ConvOptions::new([1, 1], padding, [1, 1], 1);
             let dtype = FloatDType::from(x.dtype);
             let wide = |tensor| Self::float_cast(tensor, FloatDType::F32);
             Self::float_cast(Self::conv2d(wide(x), wide(weight), Some(wide(bias)), options), dtype)
@@ -85,12 +90,18 @@ mod gpu {
     };
 
     /// The convolution as a matrix product on tensor cores, if this device has one for these shapes.
-    fn implicit_gemm(x: &CubeTensor, weight: &CubeTensor, bias: &CubeTensor) -> Result<CubeTensor, ConvSetupError> {
-        let padding = weight.meta.shape()[2] / 2;
+    fn implicit_gemm(
+        x: &CubeTensor,
+        weight: &CubeTensor,
+        bias: &CubeTensor,
+        padding: [usize; 2],
+    ) -> Result<CubeTensor, ConvSetupError> {
         let dtype = dtype_to_storage_type(x.dtype);
         let input = |tensor: &CubeTensor| InputBinding::new(permute_nchw_to_nhwc(tensor.clone()).binding(), dtype);
         let [batch, _, height, width] = x.meta.shape().dims();
-        let shape = [batch, height, width, weight.meta.shape()[0]];
+        let [channels_out, _, taps, _] = weight.meta.shape().dims();
+        let [height, width] = [height + 2 * padding[0] + 1 - taps, width + 2 * padding[1] + 1 - taps];
+        let shape = [batch, height, width, channels_out];
         let out = empty_device_dtype(x.client.clone(), x.device.clone(), shape.into(), x.dtype);
         launch_ref::<2>(
             &STRATEGY,
@@ -103,7 +114,7 @@ mod gpu {
             },
             ConvolutionArgs {
                 stride: [1, 1],
-                padding: [padding, padding],
+                padding,
                 dilation: [1, 1],
             },
             MatmulElems::from_globals(&MatmulGlobalElems {

@@ -109,6 +109,9 @@ pub trait FusedOps: Backend {
         spec: NormSpec,
     ) -> FloatTensor<Self>;
 
+    /// Moments of `[batch, height, width, channels]` as [`Moments`] has them.
+    fn channel_moments(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// `x` plus attention over all pixels of `normalized`, packed as [`AttentionWeight`] has it.
     fn fused_attention(
         x: FloatTensor<Self>,
@@ -119,7 +122,66 @@ pub trait FusedOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// An activation, with its moments where the operation that made it delivered them.
+/// Count, mean, and sum of squared deviations from that mean, of every channel over some parts of an activation, in f32.
+/// Those of bands of an activation, [merged](Self::merge), are the activation's.
+#[derive(Debug, Clone)]
+pub struct Moments {
+    /// `[batch, parts, 3, channels]`
+    parts: Tensor<4>,
+}
+
+impl Moments {
+    /// Parts that are kept apart: more are cheaper to reduce than to keep.
+    const PARTS: usize = 4096;
+
+    pub(crate) fn from_parts(parts: Tensor<4>) -> Self {
+        Self { parts }
+    }
+
+    /// The moments of `[batch, height, width, channels]`.
+    ///
+    /// # Panics
+    /// As [`NormWeight::forward`].
+    pub fn of(x: &Tensor<4>) -> Self {
+        assert!(x.shape().num_elements() > 0, "moments of an empty tensor");
+        #[cfg(feature = "flex")]
+        if is_cpu(&x.device()) {
+            return Self::from_parts(crate::cpu::measure(x.clone()));
+        }
+        Self::from_parts(Tensor::from_dispatch(Dispatch::channel_moments(
+            x.clone().into_dispatch(),
+        )))
+    }
+
+    /// The moments of both sets of pixels together.
+    pub fn merge(self, other: Self) -> Self {
+        let merged = Self::from_parts(Tensor::cat(vec![self.parts, other.parts], 1));
+        match merged.parts.dims()[1] {
+            parts if parts > Self::PARTS => merged.reduced(),
+            _ => merged,
+        }
+    }
+
+    /// One part in place of all ([Chan et al. 1979](https://doi.org/10.1080/00031305.1983.10483115)).
+    fn reduced(self) -> Self {
+        let [counts, means, squares] = self.split();
+        let count = counts.clone().sum_dim(1);
+        // As deviations from the first, so that a mean far from zero costs no digits.
+        let first = means.clone().narrow(1, 0, 1);
+        let deviations = means - first.clone();
+        let deviation = (counts.clone() * deviations.clone()).sum_dim(1) / count.clone();
+        let apart = deviations - deviation.clone();
+        let squares = (squares + counts * apart.clone() * apart).sum_dim(1);
+        Self::from_parts(Tensor::cat(vec![count, first + deviation, squares], 2))
+    }
+
+    /// Counts, means and squared deviations, `[batch, parts, 1, channels]` each.
+    pub(crate) fn split(&self) -> [Tensor<4>; 3] {
+        [0, 1, 2].map(|moment| self.parts.clone().narrow(2, moment, 1))
+    }
+}
+
+/// An activation, with its moments where they are known.
 #[derive(Debug, Clone)]
 pub struct Measured {
     x: Tensor<4>,
@@ -127,6 +189,15 @@ pub struct Measured {
 }
 
 impl Measured {
+    /// `x`, `[batch, height, width, channels]`, to be normalised with `moments`, those of all pixels of the images that it is
+    /// a band of.
+    pub fn new(x: Tensor<4>, moments: Moments) -> Self {
+        Self {
+            x,
+            moments: Some(moments.parts),
+        }
+    }
+
     /// `[batch, height, width, channels]`
     pub fn activation(&self) -> &Tensor<4> {
         &self.x
@@ -135,6 +206,15 @@ impl Measured {
     /// The activation alone.
     pub fn into_activation(self) -> Tensor<4> {
         self.x
+    }
+
+    /// The activation and its moments, taken now if nothing delivered them.
+    pub fn into_parts(self) -> (Tensor<4>, Moments) {
+        let moments = match self.moments {
+            Some(parts) => Moments::from_parts(parts),
+            None => Moments::of(&self.x),
+        };
+        (self.x, moments)
     }
 }
 
@@ -226,6 +306,16 @@ impl ConvWeight {
         }
     }
 
+    /// Which convolution it is.
+    pub fn kind(&self) -> ConvKind {
+        self.spec.kind
+    }
+
+    /// Channels of the input and of the result.
+    pub fn channels(&self) -> [usize; 2] {
+        [self.channels_in, self.spec.channels_out]
+    }
+
     /// `[batch, height, width, channels_in]` to `[batch, height, width, channels_out]`, twice as high and wide for
     /// [`ConvKind::Upsample`].
     ///
@@ -233,20 +323,28 @@ impl ConvWeight {
     /// If channels, type or the residual's shape do not fit, and on devices that
     /// [`DeviceProfile::refusals`](crate::support::DeviceProfile::refusals) has reasons for.
     pub fn forward(&self, x: Tensor<4>) -> Tensor<4> {
-        self.run(x, None, false).x
+        self.run(x, [0, 0], None, false).x
     }
 
     /// [`forward`](Self::forward) for a result that is normalised next, plus `residual` before it is rounded.
     pub fn forward_measured(&self, x: Tensor<4>, residual: Option<Tensor<4>>) -> Measured {
-        self.run(x, residual, true)
+        self.run(x, [0, 0], residual, true)
     }
 
-    fn run(&self, x: Tensor<4>, residual: Option<Tensor<4>>, measure: bool) -> Measured {
+    /// [`forward`](Self::forward) for a band of an image, plus `residual` before it is rounded. The first `halo[0]` and the
+    /// last `halo[1]` rows of `x` are neighbours of the band: they are read, and the result has no rows for them.
+    pub fn forward_band(&self, x: Tensor<4>, halo: [usize; 2], residual: Option<Tensor<4>>) -> Tensor<4> {
+        self.run(x, halo, residual, false).x
+    }
+
+    fn run(&self, x: Tensor<4>, halo: [usize; 2], residual: Option<Tensor<4>>, measure: bool) -> Measured {
         // Kernels take lengths and types from here unchecked.
-        let [batch, height, width, channels_in] = x.dims();
+        let [batch, rows, width, channels_in] = x.dims();
         assert!(x.shape().num_elements() > 0, "a convolution of an empty tensor");
+        assert!(halo[0] + halo[1] < rows, "{rows} rows with {halo:?} for the halo");
         assert_eq!(channels_in, self.channels_in, "channels of the input");
         assert_eq!(FloatDType::from(x.dtype()), self.dtype, "type of the input");
+        let height = rows - halo[0] - halo[1];
         if let Some(residual) = &residual {
             let scale = self.spec.kind.phases();
             let dims = [batch, scale * height, scale * width, self.spec.channels_out];
@@ -255,8 +353,8 @@ impl ConvWeight {
         }
         match &self.packed {
             #[cfg(feature = "flex")]
-            Packed::Cpu { weight, bias } => crate::cpu::convolve(weight, bias, x, residual).into(),
-            Packed::Gpu { weight, bias } => {
+            Packed::Cpu { weight, bias } => crate::cpu::convolve(weight, bias, x, halo, residual).into(),
+            Packed::Gpu { weight, bias } if halo == [0, 0] => {
                 let spec = ConvSpec { measure, ..self.spec };
                 let (weight, bias) = (weight.clone().into_dispatch(), bias.clone().into_dispatch());
                 let output = Dispatch::fused_conv(x.into_dispatch(), weight, bias, optional(residual), spec);
@@ -267,6 +365,19 @@ impl ConvWeight {
                         OptionalTensor::None => None,
                     },
                 }
+            }
+            Packed::Gpu { .. } => {
+                // The kernels have a row of output for every row of input; those of the halo are cut off, and what is added
+                // to them does not matter.
+                let scale = self.spec.kind.phases();
+                let widened = residual.map(|residual| {
+                    let rows = |row| residual.clone().narrow(1, row, 1);
+                    let above = (0..halo[0] * scale).map(|_| rows(0));
+                    let below = (0..halo[1] * scale).map(|_| rows(height * scale - 1));
+                    Tensor::cat(above.chain([residual.clone()]).chain(below).collect(), 1)
+                });
+                let y = self.run(x, [0, 0], widened, false).x;
+                y.narrow(1, halo[0] * scale, height * scale).into()
             }
         }
     }
@@ -314,7 +425,7 @@ impl NormWeight {
         #[cfg(feature = "flex")]
         if is_cpu(&x.device()) {
             let (weight, bias) = (self.weight.clone(), self.bias.clone());
-            return crate::cpu::normalize(x, weight, bias, self.groups, self.epsilon, silu);
+            return crate::cpu::normalize(x, moments, weight, bias, self.groups, self.epsilon, silu);
         }
         let spec = NormSpec {
             groups: self.groups,

@@ -1,4 +1,8 @@
+use std::ops::Range;
+
 use burn::tensor::{FloatDType, Tensor, activation::silu};
+
+use crate::Moments;
 
 /// Group normalisation with statistics in f32 whatever the input's type, as PyTorch computes it.
 ///
@@ -14,12 +18,28 @@ use burn::tensor::{FloatDType, Tensor, activation::silu};
 ///
 /// Where a variance overflows f32, the group becomes NaN, as in PyTorch, and not a constant that looks like a picture.
 pub fn group_norm(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
-    by_group(x, weight, bias, groups, epsilon, |x| x)
+    activated(x, weight, bias, groups, epsilon, |x| x)
 }
 
 /// [`group_norm`] followed by SiLU, `x * sigmoid(x)`, in the input's type.
 pub fn group_norm_silu(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
-    by_group(x, weight, bias, groups, epsilon, silu)
+    activated(x, weight, bias, groups, epsilon, silu)
+}
+
+fn activated(
+    x: Tensor<4>,
+    weight: Tensor<1>,
+    bias: Tensor<1>,
+    groups: usize,
+    epsilon: f64,
+    activation: fn(Tensor<4>) -> Tensor<4>,
+) -> Tensor<4> {
+    let group_size = x.dims()[1] / groups;
+    by_group(x, groups, |x, channels| {
+        let of = |x: &Tensor<1>| x.clone().narrow(0, channels.start, channels.len());
+        let groups = channels.len() / group_size;
+        activation(normalize(x, of(&weight), of(&bias), groups, epsilon))
+    })
 }
 
 fn normalize(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, epsilon: f64) -> Tensor<4> {
@@ -40,41 +60,95 @@ fn normalize(x: Tensor<4>, weight: Tensor<1>, bias: Tensor<1>, groups: usize, ep
     // Centring before squaring keeps the variance right where the mean is large.
     let x = x.sub(per_channel(mean));
     let variance = group_mean(x.clone().mul(x.clone()));
-    // Zero, or NaN for a variance that is not finite; its inverse alone would be zero and hide the overflow.
-    let overflow = variance.clone().sub(variance.clone());
-    let inverse_deviation = variance.add_scalar(epsilon).sqrt().recip().add(overflow);
-
-    let scale = per_channel(inverse_deviation).mul(weight.cast(FloatDType::F32).reshape([1, channels, 1, 1]));
+    let scale = per_channel(inverse_deviation(variance, epsilon))
+        .mul(weight.cast(FloatDType::F32).reshape([1, channels, 1, 1]));
     let shift = bias.cast(FloatDType::F32).reshape([1, channels, 1, 1]);
     x.mul(scale).add(shift).cast(dtype)
 }
 
-/// Normalises and activates all groups at once, or on the CPU each group in parallel.
+/// Count, mean and squared deviations of every channel of `[batch, channels, height, width]`, in f32.
+pub fn moments(x: &Tensor<4>, groups: usize) -> Moments {
+    let of_channels = |x: Tensor<4>, _: Range<usize>| {
+        let [batch, channels, height, width] = x.dims();
+        let count = (height * width) as f64;
+        // As in `normalize`: short sums, of what is centred.
+        let mean_of = |x: Tensor<4>| x.mean_dim(3).mean_dim(2);
+        let x = x.cast(FloatDType::F32);
+        let mean = mean_of(x.clone());
+        let x = x.sub(mean.clone());
+        let squares = mean_of(x.clone().mul(x)).mul_scalar(count);
+        let counts = mean.full_like(count);
+        let moments = [counts, mean, squares].map(|moment| moment.reshape([batch, 1, 1, channels]));
+        // Channels are where `by_group` joins them.
+        Tensor::cat(moments.into(), 2).permute([0, 3, 1, 2])
+    };
+    Moments::from_parts(by_group(x.clone(), groups, of_channels).permute([0, 2, 3, 1]))
+}
+
+/// [`group_norm_silu`] of a band of an image, with the moments of all of the image.
+pub fn group_norm_silu_of(
+    x: Tensor<4>,
+    moments: &Moments,
+    weight: Tensor<1>,
+    bias: Tensor<1>,
+    groups: usize,
+    epsilon: f64,
+) -> Tensor<4> {
+    let dtype: FloatDType = x.dtype().into();
+    let [batch, channels, _, _] = x.dims();
+    let group_size = channels / groups;
+    // All parts of all channels of a group, side by side.
+    let [counts, means, squares] = moments.split().map(|moment| {
+        let parts = moment.dims()[1];
+        let moment = moment.reshape([batch, parts, groups, group_size]).swap_dims(1, 2);
+        moment.reshape([batch, groups, parts * group_size])
+    });
+    let count = counts.clone().sum_dim(2);
+    let mean = (counts.clone() * means.clone()).sum_dim(2) / count.clone();
+    let apart = means - mean.clone();
+    let variance = (squares + counts * apart.clone() * apart).sum_dim(2) / count;
+
+    let per_channel = |x: Tensor<3>| x.expand([batch, groups, group_size]).reshape([batch, channels, 1, 1]);
+    let mean = per_channel(mean);
+    let scale =
+        per_channel(inverse_deviation(variance, epsilon)) * weight.cast(FloatDType::F32).reshape([1, channels, 1, 1]);
+    let shift = bias.cast(FloatDType::F32).reshape([1, channels, 1, 1]);
+    by_group(x, groups, |x, channels| {
+        let of = |x: &Tensor<4>| x.clone().narrow(1, channels.start, channels.len());
+        let x = x.cast(FloatDType::F32).sub(of(&mean));
+        silu(x.mul(of(&scale)).add(of(&shift)).cast(dtype))
+    })
+}
+
+/// NaN for a variance that is not finite; its inverse alone would be zero and hide the overflow.
+fn inverse_deviation(variance: Tensor<3>, epsilon: f64) -> Tensor<3> {
+    let overflow = variance.clone().sub(variance.clone());
+    variance.add_scalar(epsilon).sqrt().recip().add(overflow)
+}
+
+/// What `of_channels` makes of `x` and the range of all its channels, or on the CPU of each group in parallel, joined along the
+/// channels.
 ///
 /// Burn's CPU backend runs most elementwise operations on one thread, each over the whole tensor; a group at a time
 /// uses every core and stays in the cache. Groups are independent, so the bits are the same.
 fn by_group(
     x: Tensor<4>,
-    weight: Tensor<1>,
-    bias: Tensor<1>,
     groups: usize,
-    epsilon: f64,
-    activation: fn(Tensor<4>) -> Tensor<4>,
+    of_channels: impl Fn(Tensor<4>, Range<usize>) -> Tensor<4> + Sync,
 ) -> Tensor<4> {
+    let channels = x.dims()[1];
     #[cfg(feature = "flex")]
     if x.device() == burn::tensor::Device::flex() {
         use rayon::prelude::*;
 
-        let size = x.dims()[1] / groups;
+        let size = channels / groups;
         let one_group = |group: usize| {
             let x = x.clone().narrow(1, group * size, size);
-            let weight = weight.clone().narrow(0, group * size, size);
-            let bias = bias.clone().narrow(0, group * size, size);
-            activation(normalize(x, weight, bias, 1, epsilon))
+            of_channels(x, group * size..(group + 1) * size)
         };
         return Tensor::cat((0..groups).into_par_iter().map(one_group).collect(), 1);
     }
-    activation(normalize(x, weight, bias, groups, epsilon))
+    of_channels(x, 0..channels)
 }
 
 #[cfg(test)]

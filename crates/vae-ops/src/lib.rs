@@ -20,8 +20,8 @@ pub mod support;
 mod upsample;
 
 pub use attention::attention;
-pub use conv::conv2d;
-pub use fused::{AttentionWeight, ConvKind, ConvWeight, Measured, NormWeight};
-pub use group_norm::{group_norm, group_norm_silu};
+pub use conv::{conv2d, conv2d_padded};
+pub use fused::{AttentionWeight, ConvKind, ConvWeight, Measured, Moments, NormWeight};
+pub use group_norm::{group_norm, group_norm_silu, group_norm_silu_of, moments};
 pub use patchify::unpatchify2x2;
 pub use upsample::upsample_nearest2x;

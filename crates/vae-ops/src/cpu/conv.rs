@@ -156,9 +156,10 @@ impl<M: Method> WithSimd for TransformWeights<'_, M> {
 
 /// Convolves channels-last images: `y = conv(x) + bias + residual`, in `f32`, rounded once.
 ///
-/// - `x`: `[batch, height, width, channels_in]`
+/// - `x`: `[batch, height, width, channels_in]`; the `halo` rows above and below are read as neighbours of the others, what
+///   lies further out is zero
 /// - `bias`: `[channels_out]`
-/// - `y` and `residual`: `[batch, height, width, channels_out]`, twice as high and wide for
+/// - `y` and `residual`: `[batch, height without halo, width, channels_out]`, twice as high and wide for
 ///   [`ConvKind::Upsample`]
 ///
 /// The bits do not depend on the number of threads. While it runs it takes, with 512 channels, up to 6 MiB a thread, and 36 MiB
@@ -169,19 +170,23 @@ impl<M: Method> WithSimd for TransformWeights<'_, M> {
 pub fn conv<E: Element>(
     weights: &ConvWeights,
     bias: &[f32],
-    [batch, height, width]: [usize; 3],
+    [batch, rows, width]: [usize; 3],
+    halo: [usize; 2],
     x: &[E],
     residual: Option<&[E]>,
     y: &mut [E],
 ) {
+    assert!(halo[0] + halo[1] < rows, "{rows} rows with {halo:?} for the halo");
+    let height = rows - halo[0] - halo[1];
     let scale = weights.kind.phases();
-    let length = |scale: usize, channels: usize| {
+    let length = |scale: usize, height: usize, channels: usize| {
         [batch, scale, height, scale, width, channels]
             .into_iter()
             .try_fold(1usize, usize::checked_mul)
     };
-    let length_out = length(scale, weights.channels_out);
-    assert_eq!(Some(x.len()), length(1, weights.channels_in), "length of the input");
+    let length_out = length(scale, height, weights.channels_out);
+    let length_in = length(1, rows, weights.channels_in);
+    assert_eq!(Some(x.len()), length_in, "length of the input");
     assert_eq!(Some(y.len()), length_out, "length of the output");
     assert!(
         residual.is_none_or(|residual| Some(residual.len()) == length_out),
@@ -196,6 +201,7 @@ pub fn conv<E: Element>(
         batch,
         height,
         width,
+        halo,
         x,
         residual,
         bias: &bias,
@@ -212,8 +218,11 @@ pub fn conv<E: Element>(
 /// What all strips share.
 struct Images<'a, E> {
     batch: usize,
+    /// Without the halo.
     height: usize,
     width: usize,
+    /// Rows of `x` above and below.
+    halo: [usize; 2],
     x: &'a [E],
     residual: Option<&'a [E]>,
     bias: &'a [Line],
@@ -390,7 +399,9 @@ impl<E: Element> Images<'_, E> {
 
     /// Copies the patch of a tile for some lines of channels, zero outside the image.
     fn gather<M: Method>(&self, image: usize, tile: usize, line: usize, channel_lines: usize, patch: &mut [Line]) {
-        let (height, width, channels) = (self.height, self.width, self.weights.channels_in);
+        let (width, channels) = (self.width, self.weights.channels_in);
+        let [above, below] = self.halo;
+        let rows = above + self.height + below;
         let [_, tiles_x] = self.tiles::<M>();
         let first = line * LINE;
         let count = (channels - first).min(channel_lines * LINE);
@@ -398,9 +409,9 @@ impl<E: Element> Images<'_, E> {
         let [top, start] = [tile / tiles_x, tile % tiles_x].map(|tile| tile * M::STEP + 1 - M::MARGIN);
         let patch = floats_mut(&mut patch[..M::PATCH * M::PATCH * channel_lines]);
         for (pixel, patch) in patch.chunks_exact_mut(channel_lines * LINE).enumerate() {
-            let (y, x) = (top + pixel / M::PATCH, start + pixel % M::PATCH);
-            if (1..=height).contains(&y) && (1..=width).contains(&x) {
-                let position = (((image * height + y - 1) * width + x - 1) * channels) + first;
+            let (y, x) = (above + top + pixel / M::PATCH, start + pixel % M::PATCH);
+            if (1..=rows).contains(&y) && (1..=width).contains(&x) {
+                let position = (((image * rows + y - 1) * width + x - 1) * channels) + first;
                 E::widen(&self.x[position..][..count], &mut patch[..count]);
                 patch[count..].fill(0.0);
             } else {
@@ -615,6 +626,7 @@ mod tests {
                 &weights,
                 &self.bias(),
                 self.size,
+                [0, 0],
                 &self.x(),
                 self.residual::<E>().as_deref(),
                 &mut y,
@@ -632,6 +644,7 @@ mod tests {
                 batch,
                 height,
                 width,
+                halo: [0, 0],
                 x: &x,
                 residual: residual.as_deref(),
                 bias: &bias,
@@ -836,7 +849,7 @@ mod tests {
             x[2 * size + 2] = f32::INFINITY;
             let scale = kind.phases();
             let mut y = vec![0.0f32; x.len() * scale * scale];
-            conv(&weights, &[0.0], [1, size, size], &x, None, &mut y);
+            conv(&weights, &[0.0], [1, size, size], [0, 0], &x, None, &mut y);
             for (row, column) in reach
                 .clone()
                 .flat_map(|row| reach.clone().map(move |column| (row, column)))
@@ -849,9 +862,65 @@ mod tests {
     }
 
     #[test]
+    fn a_band_of_rows_with_its_halo_gives_the_rows_of_the_whole() {
+        // By every method, at both ends and in between; the halo is less than a tile and not a multiple of it.
+        for (kind, size, channels) in [
+            (Point, [2, 13, 9], 5),
+            (Square, [2, 13, 9], 5),
+            (Square, [2, 41, 40], 5),
+            (Upsample, [2, 13, 9], 5),
+        ] {
+            let mut case = Case::new(kind, size, 3, channels);
+            case.residual = true;
+            let [batch, height, width] = size;
+            let scale = kind.phases();
+            let rows_of = |values: &[f32], height: usize, row: usize, rows: Range<usize>| {
+                let image = |image: &[f32]| image[rows.start * row..rows.end * row].to_vec();
+                values.chunks_exact(height * row).flat_map(image).collect::<Vec<_>>()
+            };
+            let expected: Vec<f32> = case.expected::<f32>().into_iter().map(|value| value as f32).collect();
+            let residual = case.residual::<f32>().unwrap();
+            let weights = ConvWeights::pack(kind, &case.weight(), channels, 3);
+            for (core, halo) in [
+                (0..1, [0, 1]),
+                (0..5, [0, 1]),
+                (5..12, [1, 1]),
+                (12..height, [1, 0]),
+                (3..height, [1, 0]),
+            ] {
+                let x = rows_of(&case.x(), height, width * 3, core.start - halo[0]..core.end + halo[1]);
+                let out = core.start * scale..core.end * scale;
+                let row = width * scale * channels;
+                let residual = rows_of(&residual, height * scale, row, out.clone());
+                let rows = core.len() + halo[0] + halo[1];
+                let mut y = vec![f32::NAN; residual.len()];
+                conv(
+                    &weights,
+                    &case.bias(),
+                    [batch, rows, width],
+                    halo,
+                    &x,
+                    Some(&residual),
+                    &mut y,
+                );
+                let expected = rows_of(&expected, height * scale, row, out);
+                let worst = y
+                    .iter()
+                    .zip(&expected)
+                    .map(|(a, b)| f64::from((a - b).abs()))
+                    .fold(0.0, f64::max);
+                assert!(
+                    y.iter().all(|value| value.is_finite()) && worst <= TOLERANCE,
+                    "{kind:?} {core:?}: {worst:e}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn an_empty_batch_is_left_alone() {
         let weights = ConvWeights::pack(Square, &[0.0; 18], 1, 2);
-        conv::<f32>(&weights, &[0.0], [0, 4, 4], &[], None, &mut []);
+        conv::<f32>(&weights, &[0.0], [0, 4, 4], [0, 0], &[], None, &mut []);
     }
 
     #[test]
@@ -862,6 +931,7 @@ mod tests {
             &weights,
             &[0.0],
             [1, 1, 2],
+            [0, 0],
             &[1.0f32; 2],
             Some(&[1.0; 3]),
             &mut [0.0; 2],

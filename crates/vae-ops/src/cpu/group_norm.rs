@@ -17,6 +17,7 @@ const RUN: usize = 1 << 12;
 /// biased variance of each of `groups` groups of consecutive channels over all pixels of an item of the batch.
 ///
 /// - `x`, `y`: `[batch, pixels, channels]`, `channels` a multiple of `groups`
+/// - `known`: those of [`moments`] to normalise with, `[batch, parts, 3, channels]`, in place of the moments of `x`
 /// - `weight`, `bias`: `[channels]`
 ///
 /// Sums are `f64`, of differences from each channel's first value; the rest is `f32`, rounded once. Where a variance
@@ -29,6 +30,7 @@ const RUN: usize = 1 << 12;
 pub fn group_norm<E: Element>(
     [batch, pixels, channels]: [usize; 3],
     x: &[E],
+    known: Option<&[f32]>,
     weight: &[f32],
     bias: &[f32],
     groups: usize,
@@ -52,15 +54,56 @@ pub fn group_norm<E: Element>(
     let isa = Isa::detect();
     let image = pixels * channels;
     let x_images = x.chunks_exact(image);
-    for (x, y) in x_images.zip(y.chunks_exact_mut(image)) {
-        let moments = moments(isa, x, channels);
+    for (item, (x, y)) in x_images.zip(y.chunks_exact_mut(image)).enumerate() {
+        let moments = match known {
+            Some(known) => merged(&known[known.len() / batch * item..][..known.len() / batch], channels),
+            None => channel_moments(isa, x, channels),
+        };
         let coefficients = Coefficients::new(&moments, weight, bias, groups, epsilon);
         coefficients.apply(isa, x, silu, y);
     }
 }
 
+/// Count, mean, and sum of squared deviations from it, of each channel: `[batch, 3, channels]` of `[batch, pixels, channels]`.
+///
+/// Those of several parts of an image one after another, `[parts, 3, channels]`, are those of the image.
+///
+/// # Panics
+/// If a length does not fit.
+pub fn moments<E: Element>([batch, pixels, channels]: [usize; 3], x: &[E]) -> Vec<f32> {
+    let length = [batch, pixels, channels]
+        .into_iter()
+        .try_fold(1usize, usize::checked_mul);
+    assert_eq!(Some(x.len()), length, "length of the input");
+    let isa = Isa::detect();
+    let mut all = Vec::with_capacity(batch * 3 * channels);
+    for x in x.chunks_exact(pixels * channels) {
+        let moments = channel_moments(isa, x, channels);
+        let count = pixels as f64;
+        all.extend(moments.iter().map(|_| count as f32));
+        all.extend(moments.iter().map(|&(mean, _)| mean as f32));
+        all.extend(moments.iter().map(|&(_, variance)| (variance * count) as f32));
+    }
+    all
+}
+
+/// Mean and biased variance of each channel, from `[parts, 3, channels]` of [`moments`].
+fn merged(parts: &[f32], channels: usize) -> Vec<(f64, f64)> {
+    let of_channel = |channel: usize| {
+        let part = |part: usize| [0, 1, 2].map(|moment| f64::from(parts[(part * 3 + moment) * channels + channel]));
+        let parts = || (0..parts.len() / (3 * channels)).map(part);
+        let count: f64 = parts().map(|[count, ..]| count).sum();
+        let mean = parts().map(|[part, mean, _]| part * mean).sum::<f64>() / count;
+        let squares: f64 = parts()
+            .map(|[part, of, squares]| squares + part * (of - mean) * (of - mean))
+            .sum();
+        (mean, squares / count)
+    };
+    (0..channels).map(of_channel).collect()
+}
+
 /// Mean and biased variance of each channel of an image.
-fn moments<E: Element>(isa: Isa, x: &[E], channels: usize) -> Vec<(f64, f64)> {
+fn channel_moments<E: Element>(isa: Isa, x: &[E], channels: usize) -> Vec<(f64, f64)> {
     let mut first = vec![0.0; channels];
     E::widen(&x[..channels], &mut first);
     let first: Vec<f64> = first.into_iter().map(f64::from).collect();
@@ -270,7 +313,7 @@ mod tests {
     fn run<E: Element>(shape: [usize; 3], x: &[f32], groups: usize, silu: bool) -> Vec<f32> {
         let (weight, bias) = coefficients(shape[2]);
         let mut y = rounded(&vec![f32::NAN; x.len()]);
-        group_norm::<E>(shape, &rounded(x), &weight, &bias, groups, 1e-6, silu, &mut y);
+        group_norm::<E>(shape, &rounded(x), None, &weight, &bias, groups, 1e-6, silu, &mut y);
         widened(&y)
     }
 
@@ -325,6 +368,7 @@ mod tests {
         group_norm(
             [1, 4, 4],
             &x,
+            None,
             &[2.0, 1.0, 0.5, 1.0],
             &[0.0, 1.0, -1.0, 0.5],
             2,
@@ -360,7 +404,7 @@ mod tests {
         let (weight, bias) = coefficients(channels);
         let expected = expected::<f32>([1, 77, channels], &x, groups, true);
         for isa in Isa::all() {
-            let coefficients = Coefficients::new(&moments(isa, &x, channels), &weight, &bias, groups, 1e-6);
+            let coefficients = Coefficients::new(&channel_moments(isa, &x, channels), &weight, &bias, groups, 1e-6);
             let mut y = vec![f32::NAN; x.len()];
             coefficients.apply(isa, &x, true, &mut y);
             for (found, expected) in y.into_iter().zip(&expected) {
@@ -392,12 +436,54 @@ mod tests {
     }
 
     #[test]
+    fn moments_of_parts_normalise_as_those_of_the_whole() {
+        // A mean far from zero, and parts whose means differ.
+        let (batch, pixels, channels) = (2, 5000, 6);
+        let mut x = values(batch * pixels * channels, 0.618_034);
+        for (index, value) in x.iter_mut().enumerate() {
+            *value += 100.0 + (index / channels % pixels / 1500) as f32;
+        }
+        let (weight, bias) = coefficients(channels);
+        let normal = |known: Option<&[f32]>| {
+            let mut y = vec![f32::NAN; x.len()];
+            group_norm(
+                [batch, pixels, channels],
+                &x,
+                known,
+                &weight,
+                &bias,
+                2,
+                1e-6,
+                true,
+                &mut y,
+            );
+            y
+        };
+        let parts = [0..1, 1..1501, 1501..4000, 4000..5000];
+        let of_image = |image: &[f32]| {
+            let part = |part: &std::ops::Range<usize>| {
+                moments(
+                    [1, part.len(), channels],
+                    &image[part.start * channels..part.end * channels],
+                )
+            };
+            parts.iter().flat_map(part).collect::<Vec<_>>()
+        };
+        let known: Vec<f32> = x.chunks_exact(pixels * channels).flat_map(of_image).collect();
+        for (found, expected) in normal(Some(&known)).iter().zip(normal(None)) {
+            assert!((found - expected).abs() <= 1e-5, "{found} is not {expected}");
+        }
+        assert_eq!(moments([batch, pixels, channels], &x).len(), batch * 3 * channels);
+    }
+
+    #[test]
     fn constant_channels_become_their_bias() {
         let (weight, bias) = ([2.0; 4], [0.25, -1.0, 3.0, 0.5]);
         let mut y = [f32::NAN; 4 * 1000];
         group_norm(
             [1, 1000, 4],
             &[1e6f32 / 3.0; 4 * 1000],
+            None,
             &weight,
             &bias,
             2,

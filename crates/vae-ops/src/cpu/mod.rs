@@ -24,5 +24,5 @@ mod tensor;
 
 pub use conv::{ConvWeights, conv};
 pub use element::Element;
-pub use group_norm::group_norm;
-pub(crate) use tensor::{convolve, normalize};
+pub use group_norm::{group_norm, moments};
+pub(crate) use tensor::{convolve, measure, normalize};

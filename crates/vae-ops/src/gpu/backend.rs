@@ -85,6 +85,14 @@ impl FusedOps for CubeBackend {
         y
     }
 
+    fn channel_moments(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let rows = rows(&x);
+        let Moments { handle, parts } = group_norm::channel_moments(&x.client, &rows);
+        let shape = Shape::new([rows.batch, parts, MOMENTS, rows.channels]);
+        CubeTensor::new_contiguous(x.client.clone(), x.device.clone(), shape, handle, DType::F32)
+    }
+
     fn fused_attention(
         x: FloatTensor<Self>,
         normalized: FloatTensor<Self>,
