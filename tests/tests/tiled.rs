@@ -29,7 +29,7 @@ fn rows(rows: usize) -> Tiling {
 }
 
 fn decode(vae: &VaeDecoder, latents: Latents, options: DecodeOptions<'_>) -> (Vec<f32>, [usize; 4]) {
-    let image = vae.decode_with(latents, options).unwrap();
+    let image = vae.decode_with(latents, options).unwrap().image;
     let dims = image.dims();
     (image.into_data_dtype(BurnDType::F32).try_into_vec().unwrap(), dims)
 }
@@ -43,7 +43,7 @@ fn counted(vae: &VaeDecoder, latents: Latents, quality: Quality, tiling: Tiling)
     };
     let options = DecodeOptions {
         quality,
-        tiling,
+        tiling: Some(tiling),
         progress: Some(&mut progress),
         ..DecodeOptions::default()
     };
@@ -104,8 +104,8 @@ fn storage_matches(device: &Device, model: &str, quality: Quality) {
     let vae = load(model, device, DType::F32);
     let image = |storage| {
         let options = DecodeOptions {
-            storage,
-            tiling: rows(3),
+            storage: Some(storage),
+            tiling: Some(rows(3)),
             ..DecodeOptions::new(quality)
         };
         decode(&vae, latents(model, [2, 13, 7], device), options).0
@@ -142,7 +142,7 @@ fn errors_at_the_borders_of_bands_are_like_all_others() {
     let vae = load("micro-sd3", &device, DType::F32);
     for quality in Quality::ALL {
         let options = |tiling| DecodeOptions {
-            tiling,
+            tiling: Some(tiling),
             ..DecodeOptions::new(quality)
         };
         let size = [1, 48, 24];
@@ -185,7 +185,7 @@ fn a_decode_ends_where_it_is_cancelled() {
         };
         let options = DecodeOptions {
             quality,
-            tiling,
+            tiling: Some(tiling),
             progress: Some(&mut progress),
             ..DecodeOptions::default()
         };

@@ -8,11 +8,12 @@ use autoencoder_kl::AutoencoderKl;
 use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
 use flux2::AutoencoderKlFlux2;
 use vae_blocks::{
-    FoldedDecoder, Latents, Observer, Plan, Progress, Quality, TilePlan, VaeModel, decode_lossless, device_name,
+    DeviceLimits, DeviceProfile, FoldedDecoder, Latents, Observer, Plan, Progress, Quality, VaeModel, decode_lossless,
+    device_name,
 };
 use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
 
-use crate::{DecodeOptions, LoadReport, Tiling, apply_checkpoint};
+use crate::{DecodeOptions, Decoded, LoadReport, Preflight, apply_checkpoint, preflight::Forecaster};
 
 /// A VAE's decoding half with its weights on a device.
 ///
@@ -23,6 +24,8 @@ pub struct VaeDecoder {
     module: VaeModule,
     /// Made by the first call that needs them, on the module's device and in its type.
     folded: OnceLock<FoldedDecoder>,
+    /// Of the module's device.
+    profile: OnceLock<(DeviceProfile, DeviceLimits)>,
 }
 
 /// The Burn module of either family.
@@ -103,6 +106,7 @@ impl VaeDecoder {
         Self {
             module: module.into(),
             folded: OnceLock::new(),
+            profile: OnceLock::new(),
         }
     }
 
@@ -122,9 +126,10 @@ impl VaeDecoder {
     ///
     /// # Errors
     /// [`Error::InvalidLatents`] when the latents do not fit the model or are on another device,
-    /// [`Error::QualityUnavailable`] when `quality` cannot run.
+    /// [`Error::QualityUnavailable`] when `quality` cannot run, [`Error::OutOfMemory`] when it would not fit.
     pub fn decode(&self, latents: Latents, quality: Quality) -> Result<Tensor<4>> {
-        self.decode_with(latents, DecodeOptions::new(quality))
+        let decoded = self.decode_with(latents, DecodeOptions::new(quality))?;
+        Ok(decoded.image)
     }
 
     /// [`decode`](Self::decode), with a look at the activation after each of [`num_stages`](Self::num_stages) stages.
@@ -147,46 +152,58 @@ impl VaeDecoder {
             progress: Some(&mut progress),
             ..DecodeOptions::new(quality)
         };
-        self.decode_with(latents, options)
+        Ok(self.decode_with(latents, options)?.image)
     }
 
-    /// [`decode`](Self::decode) with more to say.
+    /// [`decode`](Self::decode) with more to say, and told how it ran.
     ///
     /// # Errors
-    /// As [`decode`](Self::decode), and [`Error::Cancelled`].
-    pub fn decode_with(&self, latents: Latents, options: DecodeOptions<'_>) -> Result<Tensor<4>> {
-        let DecodeOptions {
-            quality,
-            tiling,
-            storage,
-            mut progress,
-        } = options;
+    /// As [`decode`](Self::decode), [`Error::OutOfMemory`] before anything runs where the decode would not fit, and
+    /// [`Error::Cancelled`].
+    pub fn decode_with(&self, latents: Latents, mut options: DecodeOptions<'_>) -> Result<Decoded> {
+        let quality = options.quality;
         // Folding takes time and memory: everything is refused before it.
         if self.folded.get().is_none() {
             self.plan(quality)?;
         }
         let z = self.model().prepare(latents)?;
-        let tile = TilePlan {
-            rows: match tiling {
-                Tiling::Off => None,
-                Tiling::Rows(rows) => Some(rows),
-            },
-            storage,
-        };
-        let mut watch = |event: Progress<'_>| {
-            let flow = progress.as_mut().map(|progress| progress(&event));
+        let [batch, _, height, width] = z.dims();
+        let preflight = self.preflight([batch, height, width], &options)?;
+        let mut watch = |progress: Progress<'_>| {
+            let flow = options.progress.as_mut().map(|callback| callback(&progress));
             match flow {
                 Some(ControlFlow::Break(())) => Err(Error::Cancelled),
                 _ => Ok(()),
             }
         };
-        match quality {
-            Quality::Lossless => decode_lossless(self.model(), z, tile, &mut watch),
+        let image = match quality {
+            Quality::Lossless => decode_lossless(self.model(), z, preflight.tile, &mut watch)?,
             Quality::High => {
                 let folded = self.folded.get_or_init(|| FoldedDecoder::new(self.model()));
-                folded.forward(self.model().decoder_config(), z, tile, &mut watch)
+                folded.decode(self.model(), z, preflight.tile, &mut watch)?
             }
-        }
+        };
+        Ok(Decoded { image, preflight })
+    }
+
+    /// How a decode of `[images, height, width]`, of latents in VAE space, will run, and its memory. Runs nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] where it does not fit, with the options that would.
+    pub fn preflight(&self, size: [usize; 3], options: &DecodeOptions<'_>) -> Result<Preflight> {
+        let device = self.device();
+        let (profile, limits) = self
+            .profile
+            .get_or_init(|| (DeviceProfile::of(&device), DeviceLimits::of(&device)));
+        let forecaster = Forecaster {
+            model: self.model(),
+            device: profile,
+            limits: *limits,
+            quality: options.quality,
+            size,
+            folded: self.folded.get().is_some(),
+        };
+        forecaster.preflight(options)
     }
 
     /// Decodes zeros of these sizes of latents, `(height, width)` in VAE space, and waits: for single images of these sizes,

@@ -176,10 +176,35 @@ pub fn peak_memory(device: &Device) -> Option<u64> {
 
 #[cfg(target_os = "linux")]
 fn peak_resident_set() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    kib_line("/proc/self/status", "VmHWM:")
+}
+
+/// A line of bytes in a file that counts in KiB.
+#[cfg(target_os = "linux")]
+fn kib_line(path: &str, key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
+}
+
+/// Bytes that this process can have in all: what it has, and what the system or its control group has left. `None` where the
+/// system does not tell.
+#[cfg(target_os = "linux")]
+pub(crate) fn host_memory() -> Option<u64> {
+    let resident = kib_line("/proc/self/status", "VmRSS:")?;
+    let available = kib_line("/proc/meminfo", "MemAvailable:")?;
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let limit = number("/sys/fs/cgroup/memory.max");
+    let used = number("/sys/fs/cgroup/memory.current");
+    let left = limit.zip(used).map(|(limit, used)| limit.saturating_sub(used));
+    Some(resident + left.map_or(available, |left| left.min(available)))
+}
+
+/// Bytes that this process can have in all; unknown here.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn host_memory() -> Option<u64> {
+    None
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -1,16 +1,20 @@
-use std::{num::NonZeroUsize, ops::ControlFlow};
+use std::{num::NonZeroUsize, ops::ControlFlow, str::FromStr};
 
-use vae_blocks::{Progress, Quality, Storage};
+use burn::tensor::Tensor;
+use vae_blocks::{MemoryEstimate, Progress, Quality, Storage, TilePlan};
 
 /// What a decode does besides its latents: [`VaeDecoder::decode_with`](crate::VaeDecoder::decode_with).
 #[derive(Default)]
 pub struct DecodeOptions<'a> {
     /// How it computes.
     pub quality: Quality,
-    /// How it is cut into bands.
-    pub tiling: Tiling,
-    /// Where bands are while nothing computes with them.
-    pub storage: Storage,
+    /// How it is cut into bands. `None`: [`Tiling::Auto`] for [`Quality::High`], [`Tiling::Off`] for [`Quality::Lossless`].
+    pub tiling: Option<Tiling>,
+    /// Where bands are while nothing computes with them. `None`: on the device; where that has no room, [`Tiling::Auto`] takes
+    /// the host's memory for a GPU.
+    pub storage: Option<Storage>,
+    /// Bytes that may be taken of the device, weights included, on the CPU by this process. `None`: what there is.
+    pub max_memory: Option<u64>,
     /// Is told after each band or, of an untiled decode, each layer or stage; [`ControlFlow::Break`] ends the decode with
     /// [`Error::Cancelled`](crate::Error::Cancelled). On a GPU it runs ahead of the device.
     pub progress: Option<&'a mut dyn FnMut(&Progress<'_>) -> ControlFlow<()>>,
@@ -28,11 +32,47 @@ impl DecodeOptions<'_> {
 
 /// Whether a decode runs in bands of rows. The image is the same up to rounding: bands see their neighbours, and group norms
 /// and attention see the whole image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiling {
     /// All rows at once.
-    #[default]
     Off,
     /// Bands of so many rows of latents (in VAE space), at the image's resolution.
     Rows(NonZeroUsize),
+    /// All rows at once where that fits into the memory, else the highest bands that do.
+    Auto,
+}
+
+impl FromStr for Tiling {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "auto" => Ok(Self::Auto),
+            rows => rows
+                .parse()
+                .map(Self::Rows)
+                .map_err(|_| format!("`{text}` is not a tiling, use off, auto or the rows of latents in a band")),
+        }
+    }
+}
+
+/// An image and how it came about.
+#[derive(Debug)]
+pub struct Decoded {
+    /// `[batch, 3, height, width]` in -1..1, in the model's type, on its device.
+    pub image: Tensor<4>,
+    /// What was predicted and chosen before.
+    pub preflight: Preflight,
+}
+
+/// What a decode will run as: [`VaeDecoder::preflight`](crate::VaeDecoder::preflight).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preflight {
+    /// How it is cut.
+    pub tile: TilePlan,
+    /// Its memory.
+    pub memory: MemoryEstimate,
+    /// The memory that it had to fit into, if any is known.
+    pub budget: Option<u64>,
 }

@@ -9,6 +9,7 @@ mod folded;
 mod group_norm;
 mod latents;
 mod layers;
+mod memory;
 mod mid_block;
 mod model;
 mod plan;
@@ -23,17 +24,18 @@ pub use decoder::{Decoder, Observer, StageObserver};
 pub use folded::FoldedDecoder;
 pub use group_norm::GroupNorm;
 pub use latents::{LatentMap, Latents};
+pub use memory::{DecodeCase, MemoryEstimate};
 pub use mid_block::MidBlock;
 pub use model::VaeModel;
 pub use plan::{Implementation, Operation, Plan, Site, SitePlan};
 pub use quality::Quality;
 pub use resnet_block::ResnetBlock;
-pub use tiled::{Progress, Storage, TilePlan, decode_lossless};
+pub use tiled::{Progress, Storage, TilePlan, Watch, decode_lossless};
 pub use up_block::UpBlock;
 pub use upsample::Upsample;
 pub use vae_io::{DecoderConfig, Error, LatentSpace, Result};
 pub use vae_ops::{
-    support::{ConvEngine, DeviceProfile, device_name},
+    support::{ConvEngine, DeviceLimits, DeviceProfile, Runtime, device_name},
     unpatchify2x2,
 };
 

@@ -126,6 +126,21 @@ pub enum Error {
         supported: &'static str,
     },
 
+    /// A decode would need more memory than there is, or than was allowed. Nothing has run.
+    #[error("{decode} would take {needed} of {memory} and {available}; {suggestion}")]
+    OutOfMemory {
+        /// Its size and how it is cut.
+        decode: String,
+        /// "1955 MiB", or what else there is too much of.
+        needed: String,
+        /// Whose memory.
+        memory: String,
+        /// "1024 MiB are allowed", "... are there".
+        available: String,
+        /// The way out.
+        suggestion: String,
+    },
+
     /// Whoever asked for the decode ended it.
     #[error("the decode was cancelled")]
     Cancelled,

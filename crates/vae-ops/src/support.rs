@@ -49,6 +49,42 @@ pub struct GpuProfile {
     pub sm_90a: bool,
 }
 
+/// What a device's memory ends at. `None` where it does not tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceLimits {
+    /// Bytes of its memory.
+    pub memory: Option<u64>,
+    /// Bytes of one buffer.
+    pub buffer: Option<u64>,
+    /// Elements of one tensor, where kernels count in 32 bits.
+    pub elements: Option<u64>,
+}
+
+impl DeviceLimits {
+    /// The limits of a device; the CPU has none of its own.
+    pub fn of(device: &Device) -> Self {
+        match device.clone().inner().as_dispatch() {
+            #[cfg(feature = "flex")]
+            DispatchDevice::Flex(_) => Self::default(),
+            #[cfg(feature = "gpu")]
+            DispatchDevice::Cube(device) => {
+                let client = device.client();
+                let memory = &client.properties().memory;
+                Self {
+                    memory: memory.max_memory(),
+                    buffer: Some(memory.max_page_size),
+                    elements: Some(i32::MAX as u64),
+                }
+            }
+            #[allow(unreachable_patterns, reason = "which backends exist is decided by features")]
+            _ => Self {
+                elements: Some(i32::MAX as u64),
+                ..Self::default()
+            },
+        }
+    }
+}
+
 /// What convolutions and matrix products run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

@@ -1,15 +1,15 @@
 //! Decodes in bands of rows, exact for any height of the bands.
 
-mod bands;
+pub(crate) mod bands;
 pub(crate) mod operations;
 pub(crate) mod run;
-mod storage;
+pub(crate) mod storage;
 
-use std::{marker::PhantomData, num::NonZeroUsize, ops::Range};
+use std::{fmt, marker::PhantomData, num::NonZeroUsize, ops::Range};
 
 use burn::tensor::Tensor;
 
-use crate::{DecoderConfig, FoldedDecoder, Result, VaeModel, convolve};
+use crate::{DecoderConfig, FoldedDecoder, Result, VaeModel, convolve, memory::work_of_stages};
 
 use operations::{Fused, Stock, stock_layers};
 use run::Event;
@@ -72,15 +72,18 @@ pub struct Progress<'p> {
     pub stage: &'p str,
     /// Whether the stage is done with it.
     pub ends_stage: bool,
-    /// Multiply-adds so far.
-    pub work: f64,
+    /// The share of all arithmetic that is done, 0 to 1.
+    pub done: f64,
     /// What the stage made last, `[batch, channels, rows, width]`: a part of it if the decode runs in bands. The work is
     /// enqueued; on a GPU the values may come much later.
     pub activation: &'p Tensor<4>,
 }
 
+/// Is told of every band and stage; an error ends the decode.
+pub type Watch<'w> = dyn FnMut(Progress<'_>) -> Result<()> + 'w;
+
 impl FoldedDecoder {
-    /// Decodes VAE-space latents in the model's type.
+    /// Decodes latents that `model`, which it was made from, has [prepared](VaeModel::prepare), in the model's type.
     ///
     /// # Shapes
     /// - `z`: `[batch, latent_channels, height, width]`
@@ -89,27 +92,27 @@ impl FoldedDecoder {
     ///
     /// # Errors
     /// What `watch` returns, and what storage and device fail with.
-    pub fn forward(
+    pub fn decode(
         &self,
-        config: &DecoderConfig,
+        model: &dyn VaeModel,
         z: Tensor<4>,
         tile: TilePlan,
-        watch: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+        watch: &mut Watch<'_>,
     ) -> Result<Tensor<4>> {
-        let heights = BandHeights::new(config, tile.rows);
         let ops = Fused {
             store: Store::new(tile.storage, &z.device())?,
         };
-        let z = z.permute([0, 2, 3, 1]);
+        let heights = BandHeights::new(model.decoder_config(), tile.rows);
+        let total = total_work(model, &z);
         let mut watch = |event: Event<'_, Tensor<4>>| {
             watch(Progress {
                 stage: event.stage,
                 ends_stage: event.ends_stage,
-                work: event.work,
+                done: event.work / total,
                 activation: &event.band.clone().permute([0, 3, 1, 2]),
             })
         };
-        let image = run::decode(&ops, &self.layers, &heights, z, &mut watch)?;
+        let image = run::decode(&ops, &self.layers, &heights, z.permute([0, 2, 3, 1]), &mut watch)?;
         Ok(image.permute([0, 3, 1, 2]))
     }
 }
@@ -118,18 +121,13 @@ impl FoldedDecoder {
 /// its device.
 ///
 /// # Shapes
-/// As [`FoldedDecoder::forward`].
+/// As [`FoldedDecoder::decode`].
 ///
 /// # Errors
-/// As [`FoldedDecoder::forward`].
+/// As [`FoldedDecoder::decode`].
 ///
 /// [`Quality::Lossless`]: crate::Quality::Lossless
-pub fn decode_lossless(
-    model: &dyn VaeModel,
-    z: Tensor<4>,
-    tile: TilePlan,
-    watch: &mut dyn FnMut(Progress<'_>) -> Result<()>,
-) -> Result<Tensor<4>> {
+pub fn decode_lossless(model: &dyn VaeModel, z: Tensor<4>, tile: TilePlan, watch: &mut Watch<'_>) -> Result<Tensor<4>> {
     if tile.rows.is_none() {
         return decode_lossless_whole(model, z, watch);
     }
@@ -139,29 +137,29 @@ pub fn decode_lossless(
         groups: config.norm_num_groups,
         model: PhantomData,
     };
+    let heights = BandHeights::new(config, tile.rows);
+    let total = total_work(model, &z);
     let mut watch = |event: Event<'_, Tensor<4>>| {
         watch(Progress {
             stage: event.stage,
             ends_stage: event.ends_stage,
-            work: event.work,
+            done: event.work / total,
             activation: event.band,
         })
     };
-    let heights = BandHeights::new(config, tile.rows);
     run::decode(&ops, &stock_layers(model), &heights, z, &mut watch)
 }
 
 /// The modules' own `forward`, the reference for everything else.
-fn decode_lossless_whole(
-    model: &dyn VaeModel,
-    mut z: Tensor<4>,
-    watch: &mut dyn FnMut(Progress<'_>) -> Result<()>,
-) -> Result<Tensor<4>> {
+fn decode_lossless_whole(model: &dyn VaeModel, mut z: Tensor<4>, watch: &mut Watch<'_>) -> Result<Tensor<4>> {
+    let stages = work_of_stages(model, pixels(&z));
+    let mut works = stages.iter().map(|(_, work)| *work);
+    let total = total_work(model, &z);
     let mut observer = |stage: &str, activation: &Tensor<4>| {
         watch(Progress {
             stage,
             ends_stage: true,
-            work: 0.0,
+            done: works.next().map_or(1.0, |work| work / total),
             activation,
         })
     };
@@ -171,4 +169,24 @@ fn decode_lossless_whole(
         observer("post_quant_conv", &z)?;
     }
     model.decoder().forward(z, &mut observer)
+}
+
+fn total_work(model: &dyn VaeModel, z: &Tensor<4>) -> f64 {
+    work_of_stages(model, pixels(z)).last().map_or(1.0, |(_, work)| *work)
+}
+
+/// Images, height and width.
+fn pixels(z: &Tensor<4>) -> [usize; 3] {
+    let [batch, _, height, width] = z.dims();
+    [batch, height, width]
+}
+
+impl fmt::Display for TilePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.rows, self.storage) {
+            (None, _) => f.write_str("all rows at once"),
+            (Some(rows), Storage::Device) => write!(f, "bands of {rows} rows of latents"),
+            (Some(rows), storage) => write!(f, "bands of {rows} rows of latents, storage {storage}"),
+        }
+    }
 }

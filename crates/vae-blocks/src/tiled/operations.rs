@@ -26,9 +26,12 @@ pub(crate) trait Operations: Sized {
     /// Multiply-adds for one pixel of the input.
     fn work(&self, conv: &Self::Conv) -> f64;
 
-    fn height(&self, x: &Self::Tensor) -> usize;
+    /// Images, height and width.
+    fn pixels(&self, x: &Self::Tensor) -> [usize; 3];
 
-    fn width(&self, x: &Self::Tensor) -> usize;
+    fn height(&self, x: &Self::Tensor) -> usize {
+        self.pixels(x)[1]
+    }
 
     /// Some rows; a view where there are views.
     fn crop(&self, x: Self::Tensor, rows: Range<usize>) -> Self::Tensor;
@@ -103,12 +106,9 @@ impl Operations for Fused {
         work(conv.kind(), channels_in, channels_out)
     }
 
-    fn height(&self, x: &Tensor<4>) -> usize {
-        x.dims()[1]
-    }
-
-    fn width(&self, x: &Tensor<4>) -> usize {
-        x.dims()[2]
+    fn pixels(&self, x: &Tensor<4>) -> [usize; 3] {
+        let [batch, height, width, _] = x.dims();
+        [batch, height, width]
     }
 
     fn crop(&self, x: Tensor<4>, rows: Range<usize>) -> Tensor<4> {
@@ -204,12 +204,9 @@ impl<'m> Operations for Stock<'m> {
         work(conv.kind, channels_in, channels_out)
     }
 
-    fn height(&self, x: &Tensor<4>) -> usize {
-        x.dims()[2]
-    }
-
-    fn width(&self, x: &Tensor<4>) -> usize {
-        x.dims()[3]
+    fn pixels(&self, x: &Tensor<4>) -> [usize; 3] {
+        let [batch, _, height, width] = x.dims();
+        [batch, height, width]
     }
 
     fn crop(&self, x: Tensor<4>, rows: Range<usize>) -> Tensor<4> {

@@ -137,7 +137,8 @@ impl<O: Operations> Run<'_, '_, O> {
     }
 
     fn worked(&mut self, conv: &O::Conv, rows: usize, x: &O::Tensor) {
-        self.work += self.ops.work(conv) * (rows * self.ops.width(x)) as f64;
+        let [batch, _, width] = self.ops.pixels(x);
+        self.work += self.ops.work(conv) * (batch * rows * width) as f64;
     }
 
     /// The bands of the result of a convolution of `height` rows.
