@@ -1,4 +1,4 @@
-use std::{num::NonZeroUsize, ops::ControlFlow, str::FromStr};
+use std::{fmt, num::NonZeroUsize, ops::ControlFlow, str::FromStr};
 
 use burn::tensor::Tensor;
 use vae_blocks::{MemoryEstimate, Progress, Quality, Storage, TilePlan};
@@ -75,4 +75,15 @@ pub struct Preflight {
     pub memory: MemoryEstimate,
     /// The memory that it had to fit into, if any is known.
     pub budget: Option<u64>,
+}
+
+impl fmt::Display for Preflight {
+    /// "bands of 8 rows of latents, 1697 MiB of the host predicted of 6144".
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} predicted", self.tile, self.memory)?;
+        match self.budget {
+            Some(budget) => write!(f, " of {}", budget >> 20),
+            None => Ok(()),
+        }
+    }
 }

@@ -74,6 +74,7 @@ impl Forecaster<'_> {
     fn estimate(&self, tile: TilePlan) -> MemoryEstimate {
         let case = DecodeCase {
             quality: self.quality,
+            dtype: self.model.dtype(),
             size: self.size,
             tile,
             folded: self.folded,
@@ -244,7 +245,127 @@ fn band_heights(height: usize) -> Vec<NonZeroUsize> {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::{DType as BurnDType, Device, FloatDType};
+    use flux2::{AutoencoderKlFlux2, Flux2Config};
+    use vae_blocks::GpuProfile;
+
     use super::*;
+
+    fn h200() -> DeviceProfile {
+        DeviceProfile {
+            name: "H200".to_string(),
+            runtime: Runtime::Gpu(GpuProfile {
+                plane_sizes: (32, 32),
+                max_units: 1024,
+                shared_memory: 227 << 10,
+                tensor_core_dtypes: vec![BurnDType::F16, BurnDType::BF16],
+                multiprocessors: 132,
+                sm_90a: true,
+            }),
+            autodiff: false,
+            dtypes: vec![BurnDType::F32, BurnDType::F16, BurnDType::BF16],
+        }
+    }
+
+    #[test]
+    fn what_an_h200_was_measured_to_reserve_is_predicted() {
+        let model = AutoencoderKlFlux2::new(&Flux2Config::flux2(), &Device::flex());
+        // docs/performance.md
+        for (pixels, measured) in [(512, 803), (1024, 1955), (2048, 6563)] {
+            let case = DecodeCase {
+                quality: Quality::High,
+                dtype: FloatDType::BF16,
+                size: [1, pixels / 8, pixels / 8],
+                tile: TilePlan::default(),
+                folded: false,
+            };
+            let estimate = MemoryEstimate::new(&model, &h200(), case);
+            let predicted = estimate.device >> 20;
+            println!(
+                "{pixels}: {predicted} MiB for {measured}, buffers up to {}",
+                estimate.largest_buffer >> 20
+            );
+            assert!(
+                (measured..=measured * 6 / 5).contains(&predicted),
+                "{pixels}: {predicted} MiB for {measured}"
+            );
+            assert_eq!(estimate.largest_buffer, 256 * 2 * (pixels * pixels) as u64);
+        }
+    }
+
+    /// A decode of FLUX.2 on an H200 that may take so many MiB.
+    fn on_h200(pixels: usize, max_memory: Option<u64>, tiling: Tiling, storage: Option<Storage>) -> Result<Preflight> {
+        let model = AutoencoderKlFlux2::new(&Flux2Config::flux2(), &Device::flex());
+        let forecaster = Forecaster {
+            model: &model,
+            device: &h200(),
+            limits: DeviceLimits {
+                memory: Some(140 << 30),
+                buffer: Some(35 << 30),
+                elements: Some(i32::MAX as u64),
+            },
+            quality: Quality::High,
+            size: [1, pixels / 8, pixels / 8],
+            folded: false,
+        };
+        forecaster.preflight(&DecodeOptions {
+            quality: Quality::High,
+            tiling: Some(tiling),
+            storage,
+            max_memory: max_memory.map(|mib| mib << 20),
+            progress: None,
+        })
+    }
+
+    #[test]
+    fn auto_takes_all_rows_then_the_highest_bands_then_the_host() {
+        let plan = |pixels, max_memory| on_h200(pixels, max_memory, Tiling::Auto, None).unwrap();
+        assert_eq!(plan(1024, None).tile, TilePlan::default());
+        let bands = plan(1024, Some(2000));
+        assert!(
+            bands.tile.rows.is_some() && bands.tile.storage == Storage::Device,
+            "{bands:?}"
+        );
+        assert!(bands.memory.device <= 2000 << 20);
+        let host = plan(2048, Some(3500));
+        assert!(
+            host.tile.rows.is_some() && host.tile.storage == Storage::Host,
+            "{host:?}"
+        );
+        assert!(host.memory.device <= 3500 << 20);
+        // More elements in an activation than kernels count, and more bytes than a buffer has.
+        let large = plan(8192, None);
+        assert!(large.tile.rows.is_some(), "{large:?}");
+        println!(
+            "{} {}\n{} {}\n{} {}",
+            bands.tile, bands.memory, host.tile, host.memory, large.tile, large.memory
+        );
+    }
+
+    #[test]
+    fn a_refusal_names_the_numbers_and_the_flag_that_fits() {
+        let text = |max_memory, tiling, storage| {
+            on_h200(1024, Some(max_memory), tiling, storage)
+                .unwrap_err()
+                .to_string()
+        };
+        let whole = text(1500, Tiling::Off, None);
+        assert!(
+            whole.contains("1024x1024") && whole.contains("1500 MiB are allowed"),
+            "{whole}"
+        );
+        assert!(
+            whole.ends_with("pass --tile auto") || whole.ends_with("--storage host"),
+            "{whole}"
+        );
+        let least = text(100, Tiling::Auto, None);
+        assert!(least.contains("decode a smaller image"), "{least}");
+        let elements = on_h200(8192, None, Tiling::Off, None).unwrap_err().to_string();
+        assert!(
+            elements.contains("elements") && elements.ends_with("pass --tile auto"),
+            "{elements}"
+        );
+    }
 
     #[test]
     fn heights_below_that_of_the_image_are_tried() {
@@ -254,7 +375,7 @@ mod tests {
                 .map(NonZeroUsize::get)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(heights(1), []);
+        assert_eq!(heights(1), [0usize; 0]);
         assert_eq!(heights(2), [1]);
         assert_eq!(heights(17), [1, 2, 3, 4, 6, 8, 12, 16]);
     }

@@ -1,6 +1,6 @@
 use std::{num::NonZeroUsize, path::PathBuf, str::FromStr};
 
-use burn_vae::{DType, DeviceName, Family, Quality};
+use burn_vae::{DType, DeviceName, Family, Quality, Storage, Tiling};
 use clap::{Parser, ValueEnum};
 use vae_io::{LatentSpace, LatentsOptions};
 
@@ -25,6 +25,7 @@ mod heading {
     pub const MODEL: &str = "Model";
     pub const OUTPUT: &str = "Output";
     pub const COMPUTATION: &str = "Computation";
+    pub const MEMORY: &str = "Memory";
     pub const MESSAGES: &str = "Messages";
 }
 
@@ -96,7 +97,20 @@ pub struct Args {
     #[arg(long, value_name = "N|auto", help_heading = heading::COMPUTATION)]
     pub batch: Option<BatchSize>,
 
-    /// Print what will run at every site of the model, then decode
+    /// Bands of rows that a decode is cut into, without seams: off, the rows of latents in a band, or auto for the highest
+    /// bands that fit into memory; auto by default for high, off for lossless
+    #[arg(long, value_name = "off|ROWS|auto", help_heading = heading::MEMORY)]
+    pub tile: Option<Tiling>,
+
+    /// Memory that may be taken of the GPU, or on the CPU by this program, as 6GiB or 800MiB; by default what there is
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory, help_heading = heading::MEMORY)]
+    pub max_memory: Option<u64>,
+
+    /// Where bands are while others are computed: device; host, for GPUs; half, the host with 16 bits; disk, a temporary file
+    #[arg(long, value_name = "device|host|half|disk", help_heading = heading::MEMORY)]
+    pub storage: Option<Storage>,
+
+    /// Print what will run at every site of the model and how much memory it will take, then decode
     #[arg(long, help_heading = heading::MESSAGES)]
     pub explain: bool,
 
@@ -159,6 +173,25 @@ pub enum LatentSpaceArg {
     Vae,
 }
 
+/// Bytes, from `6GiB`, `800MiB`, `6g`, or a number of them.
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
+    let (number, unit) = text.split_at(digits);
+    let power = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kib" => 10,
+        "m" | "mib" => 20,
+        "g" | "gib" => 30,
+        "t" | "tib" => 40,
+        _ => return Err("it is a size as 6GiB, 800MiB or a number of bytes".to_string()),
+    };
+    let bytes = number.parse::<f64>().map(|number| number * (1u64 << power) as f64);
+    match bytes {
+        Ok(bytes) if bytes >= 1.0 && bytes < (1u64 << 60) as f64 => Ok(bytes as u64),
+        _ => Err("it is a size as 6GiB, 800MiB or a number of bytes".to_string()),
+    }
+}
+
 impl Args {
     /// What the user says about the latents.
     pub fn latents_options(&self) -> LatentsOptions {
@@ -170,6 +203,20 @@ impl Args {
             },
             height: self.height,
             width: self.width,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_of_memory_are_read_in_binary_units() {
+        let sizes = ["6GiB", "800MiB", "1.5g", "2048", "3 kib"].map(parse_memory);
+        assert_eq!(sizes, [6 << 30, 800 << 20, 3 << 29, 2048, 3 << 10].map(Ok));
+        for text in ["", "GiB", "6GB", "-1", "0", "1e9", "99999999999TiB", "1.2.3g"] {
+            assert!(parse_memory(text).is_err(), "{text}");
         }
     }
 }

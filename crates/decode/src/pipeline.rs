@@ -227,8 +227,10 @@ impl Work<'_> {
         let started = Instant::now();
         let pixels = self
             .session
-            .launch(values.clone(), &first.reading, images.len(), &mut |stage, _| {
-                self.observe(&name, stage, progress);
+            .launch(values.clone(), &first.reading, images.len(), &mut |decoding| {
+                if decoding.ends_stage {
+                    self.observe(&name, decoding.stage, progress);
+                }
             });
         match pixels {
             Ok(pixels) => send

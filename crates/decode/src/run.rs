@@ -1,6 +1,11 @@
 //! A run from the arguments to the summary. Everything that can be checked is checked before the first decode.
 
-use std::{collections::HashMap, io::IsTerminal, path::Path, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    io::IsTerminal,
+    path::Path,
+    sync::Arc,
+};
 
 use burn_vae::VaeConfig;
 use vae_io::{Error, LatentFile, LatentHeader, LatentsReading, Result};
@@ -62,14 +67,33 @@ fn decode(args: &Args, progress: &Progress) -> Result<(), Failure> {
     }
     say_readings(&jobs, progress);
 
+    if args.explain {
+        plan.to_string().lines().for_each(|line| progress.print(line));
+    }
     let mut tasks = Vec::new();
     let mut skipped = Vec::new();
+    let mut predicted = HashSet::new();
     for (index, job) in jobs.iter().enumerate() {
         let outputs = destination.outputs(inputs[job.input].output_name(), job.reading.batch, args.force);
         let (width, height) = (job.reading.width, job.reading.height);
         if let Err(error) = outputs.iter().try_for_each(|output| output.check_size(width, height)) {
             report.failed(job.input, error.into())?;
             continue;
+        }
+        match session.preflight(1, width, height) {
+            Ok(preflight) => {
+                if (args.explain || preflight.tile.rows.is_some()) && predicted.insert((width, height)) {
+                    let line = format!("{}: {preflight}", job.header.path.display());
+                    match args.explain {
+                        true => progress.print(&line),
+                        false => progress.say(&line),
+                    }
+                }
+            }
+            Err(error) => {
+                report.failed(job.input, FileError::new(&job.header.path, error))?;
+                continue;
+            }
         }
         report.expect(job.input, outputs.len());
         for mut output in outputs {
@@ -92,17 +116,20 @@ fn decode(args: &Args, progress: &Progress) -> Result<(), Failure> {
     for Task { job, output } in &skipped {
         report.skipped(jobs[*job].input, &output.path)?;
     }
-    if args.explain {
-        plan.to_string().lines().for_each(|line| progress.print(line));
-    }
 
     let images = tasks.iter().enumerate().flat_map(|(output, task)| {
         let reading = &jobs[task.job].reading;
         let image = move |index| (ImageId { output, index }, reading);
         task.output.images.clone().map(image)
     });
-    let limit = |reading: &LatentsReading| batch_limit(args.batch, args.quality, session.device_name, reading);
-    let batches = schedule(images, limit);
+    let mut limits = HashMap::new();
+    for Job { reading, .. } in &jobs {
+        limits.entry((reading.width, reading.height)).or_insert_with(|| {
+            let most = batch_limit(args.batch, args.quality, session.device_name, reading);
+            session.fitting_batch(most, reading.width, reading.height)
+        });
+    }
+    let batches = schedule(images, |reading| limits[&(reading.width, reading.height)]);
     let work = Work {
         args,
         inputs: &inputs,

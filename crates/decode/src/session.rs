@@ -1,10 +1,11 @@
 //! A model on a device, ready to decode.
 
-use std::{path::PathBuf, time::Instant};
+use std::{ops::ControlFlow, path::PathBuf, time::Instant};
 
 use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
 use burn_vae::{
-    DType, DeviceName, Latents, LoadOptions, Loaded, Observer, Plan, Quality, VaeConfig, VaeDecoder, peak_memory,
+    DType, DecodeOptions, DeviceName, Latents, LoadOptions, Loaded, Plan, Preflight, Progress as Decoding, Quality,
+    Storage, Tiling, VaeConfig, VaeDecoder, peak_memory,
 };
 use vae_io::{Error, LatentLayout, LatentsReading, Result};
 
@@ -17,6 +18,11 @@ pub struct Session {
     pub device_name: DeviceName,
     pub dtype: DType,
     pub quality: Quality,
+    tiling: Option<Tiling>,
+    storage: Option<Storage>,
+    max_memory: Option<u64>,
+    /// Pixels on each axis for one of the latents, in VAE space.
+    scale: usize,
     pub family: String,
     pub load_s: f64,
 }
@@ -67,6 +73,10 @@ impl Session {
             device_name,
             dtype,
             quality: args.quality,
+            tiling: args.tile,
+            storage: args.storage,
+            max_memory: args.max_memory,
+            scale: config.decoder().upscale(),
             family,
             load_s: started.elapsed().as_secs_f64(),
         };
@@ -88,21 +98,57 @@ impl Session {
         self.device_name == DeviceName::Cpu
     }
 
+    fn options(&self) -> DecodeOptions<'static> {
+        DecodeOptions {
+            tiling: self.tiling,
+            storage: self.storage,
+            max_memory: self.max_memory,
+            ..DecodeOptions::new(self.quality)
+        }
+    }
+
+    /// What a decode of images of so many pixels will run as.
+    ///
+    /// # Errors
+    /// Those of [`VaeDecoder::preflight`].
+    pub fn preflight(&self, batch: usize, width: usize, height: usize) -> Result<Preflight> {
+        let size = [batch, height / self.scale, width / self.scale];
+        self.decoder.preflight(size, &self.options())
+    }
+
+    /// The largest batch of at most `most` images that fits into the memory without more bands than one image needs.
+    pub fn fitting_batch(&self, most: usize, width: usize, height: usize) -> usize {
+        let single = self.preflight(1, width, height).map(|preflight| preflight.tile);
+        let fits = |&batch: &usize| {
+            let preflight = self.preflight(batch, width, height);
+            preflight.is_ok_and(|preflight| single.as_ref().is_ok_and(|single| preflight.tile == *single))
+        };
+        (2..=most).rev().find(fits).unwrap_or(1)
+    }
+
     /// Enqueues the decode of the latents of a batch, as they are stored: f32 pixels, `[batch * 3, height * width]`.
     ///
     /// The pixels are in row-major order, so that whichever thread reads them only copies.
     ///
     /// # Errors
-    /// Those of [`VaeDecoder::decode`].
+    /// Those of [`VaeDecoder::decode_with`].
     pub fn launch(
         &self,
         values: Vec<f32>,
         reading: &LatentsReading,
         batch: usize,
-        observer: &mut Observer<'_>,
+        observer: &mut dyn FnMut(&Decoding<'_>),
     ) -> Result<Tensor<2>> {
         let latents = self.latents(values, reading, batch);
-        let image = self.decoder.decode_observed(latents, self.quality, observer)?;
+        let mut progress = |decoding: &Decoding<'_>| {
+            observer(decoding);
+            ControlFlow::Continue(())
+        };
+        let options = DecodeOptions {
+            progress: Some(&mut progress),
+            ..self.options()
+        };
+        let image = self.decoder.decode_with(latents, options)?.image;
         let [batch, channels, height, width] = image.dims();
         let planes = image.cast(BurnDType::F32).reshape([batch * channels, height * width]);
         Ok(planes)
@@ -135,12 +181,12 @@ impl Session {
     /// whose activation is not.
     pub fn non_finite(&self, values: Vec<f32>, reading: &LatentsReading, count: usize, total: usize) -> Error {
         let mut found = None;
-        let mut observer = |stage: &str, activation: &Tensor<4>| {
+        let mut observer = |decoding: &Decoding<'_>| {
             if found.is_none()
-                && let Ok(data) = activation.clone().try_into_data_dtype(BurnDType::F32)
+                && let Ok(data) = decoding.activation.clone().try_into_data_dtype(BurnDType::F32)
             {
                 let count = data.iter::<f32>().filter(|value| !value.is_finite()).count();
-                found = (count > 0).then(|| (stage.to_string(), count, activation.shape().num_elements()));
+                found = (count > 0).then(|| (decoding.stage.to_string(), count, data.num_elements()));
             }
         };
         if let Err(error) = self.launch(values, reading, 1, &mut observer) {

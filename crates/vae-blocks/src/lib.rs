@@ -35,7 +35,7 @@ pub use up_block::UpBlock;
 pub use upsample::Upsample;
 pub use vae_io::{DecoderConfig, Error, LatentSpace, Result};
 pub use vae_ops::{
-    support::{ConvEngine, DeviceLimits, DeviceProfile, Runtime, device_name},
+    support::{ConvEngine, DeviceLimits, DeviceProfile, GpuProfile, Runtime, device_name},
     unpatchify2x2,
 };
 

@@ -13,6 +13,7 @@ use std::{
 
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData, bf16, f16};
 use half::slice::HalfFloatSliceExt;
+use memmap2::MmapMut;
 use rayon::prelude::*;
 use vae_ops::support::{DeviceProfile, Runtime, device_name};
 
@@ -91,7 +92,8 @@ pub(crate) enum Away {
 pub(crate) enum Kept {
     Host(TensorData),
     Half {
-        values: Vec<f16>,
+        /// f16, in a mapping of their own: bands of many sizes come and go, and a heap would keep the gaps between them.
+        values: MmapMut,
         /// What they were multiplied with.
         scale: f32,
         shape: Shape,
@@ -145,7 +147,9 @@ impl Store {
                     dtype,
                 }),
                 None if is_half && dtype == DType::F32 => {
-                    let (values, scale) = to_half(data.as_slice::<f32>().map_err(failed(&device))?);
+                    let data = data.as_slice::<f32>().map_err(failed(&device))?;
+                    let mut values = MmapMut::map_anon(data.len() * size_of::<f16>()).map_err(failed(&device))?;
+                    let scale = to_half(data, bytemuck::cast_slice_mut(&mut values));
                     Ok(Kept::Half { values, scale, shape })
                 }
                 None => Ok(Kept::Host(data)),
@@ -197,7 +201,9 @@ impl Kept {
     fn into_tensor(self, device: &Device) -> Result<Tensor<4>> {
         let data = match self {
             Self::Host(data) => data,
-            Self::Half { values, scale, shape } => TensorData::new(from_half(&values, scale), shape),
+            Self::Half { values, scale, shape } => {
+                TensorData::new(from_half(bytemuck::cast_slice(&values), scale), shape)
+            }
             Self::Disk { block, shape, dtype } => match dtype {
                 DType::F16 => TensorData::new(block.read::<f16>()?, shape),
                 DType::BF16 => TensorData::new(block.read::<bf16>()?, shape),
@@ -274,10 +280,10 @@ impl Drop for Mover {
 /// Elements that a thread converts at a time.
 const CHUNK: usize = 1 << 14;
 
-/// Values times a power of two that brings the largest to half of f16's range, and that power.
+/// Writes values times a power of two that brings the largest to half of f16's range, and gives that power.
 ///
 /// With values that are not finite it is 1: they stay so.
-fn to_half(values: &[f32]) -> (Vec<f16>, f32) {
+fn to_half(values: &[f32], half: &mut [f16]) -> f32 {
     let largest = |values: &[f32]| {
         values
             .iter()
@@ -292,14 +298,13 @@ fn to_half(values: &[f32]) -> (Vec<f16>, f32) {
         }
         _ => 1.0,
     };
-    let mut half = vec![f16::ZERO; values.len()];
     half.par_chunks_mut(CHUNK)
         .zip(values.par_chunks(CHUNK))
         .for_each(|(half, values)| {
             let scaled: Vec<f32> = values.iter().map(|value| value * scale).collect();
             half.convert_from_f32_slice(&scaled);
         });
-    (half, scale)
+    scale
 }
 
 fn from_half(half: &[f16], scale: f32) -> Vec<f32> {
@@ -392,26 +397,29 @@ impl Drop for Block {
 mod tests {
     use super::*;
 
+    fn there_and_back(values: &[f32]) -> Vec<f32> {
+        let mut half = vec![f16::ZERO; values.len()];
+        let scale = to_half(values, &mut half);
+        from_half(&half, scale)
+    }
+
     #[test]
     fn half_precision_keeps_eleven_bits_of_any_magnitude() {
         for magnitude in [1e-30f32, 1e-3, 1.0, 7e4, 1e30] {
             let values: Vec<f32> = (0..40_000)
                 .map(|i| ((i * 37 % 2003) as f32 / 1001.5 - 1.0) * magnitude)
                 .collect();
-            let (half, scale) = to_half(&values);
             let bound = magnitude * 2f32.powi(-11);
-            for (found, expected) in from_half(&half, scale).iter().zip(&values) {
+            for (found, expected) in there_and_back(&values).iter().zip(&values) {
                 assert!((found - expected).abs() <= bound, "{found} is not {expected}");
             }
         }
-        let (half, scale) = to_half(&[0.0; 3]);
-        assert_eq!(from_half(&half, scale), [0.0; 3]);
+        assert_eq!(there_and_back(&[0.0; 3]), [0.0; 3]);
     }
 
     #[test]
     fn half_precision_hides_no_value_that_is_not_finite() {
-        let (half, scale) = to_half(&[1.0, f32::NAN, f32::NEG_INFINITY, 2.0]);
-        let values = from_half(&half, scale);
+        let values = there_and_back(&[1.0, f32::NAN, f32::NEG_INFINITY, 2.0]);
         assert!(values[1].is_nan() && values[2] == f32::NEG_INFINITY);
         assert_eq!([values[0], values[3]], [1.0, 2.0]);
     }
