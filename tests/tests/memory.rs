@@ -121,7 +121,10 @@ fn what_the_cpu_takes_was_predicted() {
     for case in [
         case(Quality::High, "off", Storage::Device),
         case(Quality::High, "3", Storage::Device),
-        case(Quality::High, "3", Storage::Half),
+        Case {
+            size: [2, 28, 24],
+            ..case(Quality::High, "3", Storage::Half)
+        },
         case(Quality::High, "3", Storage::Disk),
         case(Quality::Lossless, "off", Storage::Device),
         case(Quality::Lossless, "3", Storage::Device),

@@ -15,7 +15,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use burn_vae::{DeviceName, Quality};
+use burn_vae::{DeviceName, Quality, Storage, Tiling};
 
 use crate::{Result, checkout};
 pub use operations::{Args as OperationsArgs, run as run_operations};
@@ -80,6 +80,14 @@ struct RowsArgs {
     /// Timed decodes
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::new(DecodeRow::MIN_RUNS).unwrap())]
     runs: NonZeroUsize,
+
+    /// Cut decodes into bands: off, the rows of latents in a band, or auto
+    #[arg(long, value_name = "off|ROWS|auto")]
+    tile: Option<Tiling>,
+
+    /// Where bands wait: device, host, half, disk
+    #[arg(long, value_name = "STORAGE")]
+    storage: Option<Storage>,
 
     /// Also print the time of each stage of the decode: wall clock with a synchronise after each, in decodes of their own
     #[arg(long)]
@@ -153,6 +161,8 @@ fn rows(args: &RowsArgs) -> Vec<RowArgs> {
                             device: args.device,
                             warmups: args.warmups,
                             runs: args.runs,
+                            tile: args.tile,
+                            storage: args.storage,
                             sites: args.sites,
                             without_synchronise: args.without_synchronise,
                         });
@@ -201,10 +211,11 @@ fn method(args: &RowsArgs) -> String {
 /// The peak of the pools, and beside it what the driver counts.
 fn memory(measurement: &Measurement) -> String {
     let pools = measurement.row.peak_mib.map(|mib| format!(", {mib:.0} MiB"));
+    let predicted = measurement.predicted_mib.map(|mib| format!(" ({mib:.0} predicted)"));
     let driver = measurement
         .driver_mib
         .map(|mib| format!(" (the driver counts {mib:.0} MiB of the card as used)"));
-    [pools, driver].into_iter().flatten().collect()
+    [pools, predicted, driver].into_iter().flatten().collect()
 }
 
 fn print_stages(row: &RowArgs, measurement: &Measurement) {

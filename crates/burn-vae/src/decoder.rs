@@ -132,7 +132,8 @@ impl VaeDecoder {
         Ok(decoded.image)
     }
 
-    /// [`decode`](Self::decode), with a look at the activation after each of [`num_stages`](Self::num_stages) stages.
+    /// [`decode`](Self::decode), with a look at the activation after each of [`num_stages`](Self::num_stages) stages: all of it,
+    /// or the last band where the decode had to be cut.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).

@@ -36,6 +36,35 @@
 //! [`Error::QualityUnavailable`] where a device cannot: [`VaeDecoder::plan`] tells before. Its first decode folds the weights
 //! and compiles kernels; [`VaeDecoder::warm_up`] does so ahead of time.
 //!
+//! # Memory
+//! [`VaeDecoder::preflight`] tells what a decode will take; [`DecodeOptions`] cuts it into bands of rows, says where they wait,
+//! limits the memory, and takes a callback for progress and cancellation:
+//!
+//! ```
+//! use std::ops::ControlFlow;
+//! # use burn::tensor::{Device, Tensor};
+//! # use burn_vae::{DecodeOptions, Latents, LoadOptions, Progress, Quality, Tiling, VaeDecoder};
+//! # fn main() -> burn_vae::Result<()> {
+//! # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/micro-sd");
+//! # let device = Device::flex();
+//! # let vae = VaeDecoder::load(folder, &device, &LoadOptions::default())?.decoder;
+//! # let latents = Tensor::<4>::zeros([1, 4, 8, 8], &device);
+//! let mut progress = |progress: &Progress<'_>| {
+//!     println!("{}: {:.0}%", progress.stage, 100.0 * progress.done);
+//!     ControlFlow::Continue(())
+//! };
+//! let options = DecodeOptions {
+//!     tiling: Some(Tiling::Auto),
+//!     max_memory: Some(6 << 30),
+//!     progress: Some(&mut progress),
+//!     ..DecodeOptions::new(Quality::High)
+//! };
+//! let decoded = vae.decode_with(Latents::diffusion(latents), options)?;
+//! println!("{}", decoded.preflight);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Features
 //! `flex` (default, pure-Rust CPU), `wgpu`, `vulkan`, `metal`, `cuda`, `hopper` (CUDA through NVRTC, for the whole
 //! application). Devices are chosen at run time, see [`DeviceName`].

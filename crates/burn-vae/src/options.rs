@@ -13,7 +13,8 @@ pub struct DecodeOptions<'a> {
     /// Where bands are while nothing computes with them. `None`: on the device; where that has no room, [`Tiling::Auto`] takes
     /// the host's memory for a GPU.
     pub storage: Option<Storage>,
-    /// Bytes that may be taken of the device, weights included, on the CPU by this process. `None`: what there is.
+    /// Bytes that may be taken of the device, weights included, on the CPU by this process. `None`: all of a GPU's memory where it
+    /// tells, on the CPU what the system has left.
     pub max_memory: Option<u64>,
     /// Is told after each band or, of an untiled decode, each layer or stage; [`ControlFlow::Break`] ends the decode with
     /// [`Error::Cancelled`](crate::Error::Cancelled). On a GPU it runs ahead of the device.
@@ -40,6 +41,16 @@ pub enum Tiling {
     Rows(NonZeroUsize),
     /// All rows at once where that fits into the memory, else the highest bands that do.
     Auto,
+}
+
+impl fmt::Display for Tiling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Rows(rows) => write!(f, "{rows}"),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
 }
 
 impl FromStr for Tiling {

@@ -8,7 +8,7 @@ use burn::{
 };
 use vae_ops::{
     ConvKind,
-    support::{DeviceProfile, Runtime},
+    support::{ConvEngine, DeviceProfile, Runtime},
 };
 
 use crate::{
@@ -55,9 +55,13 @@ impl MemoryEstimate {
     /// The memory of a decode on a device, from the shapes of a model's parameters: they need not have values yet.
     pub fn new(model: &dyn VaeModel, device: &DeviceProfile, case: DecodeCase) -> Self {
         let machine = match &device.runtime {
-            Runtime::Gpu(gpu) => Machine::Gpu {
-                multiprocessors: gpu.multiprocessors as usize,
-            },
+            Runtime::Gpu(gpu) => {
+                let channels = model.decoder_config().block_out_channels.last().copied().unwrap_or(0);
+                let (engine, _) = device.attention_engine(case.dtype.into(), channels);
+                Machine::Gpu {
+                    sm_90a_attention: (engine == ConvEngine::Hopper).then_some(gpu.multiprocessors as usize),
+                }
+            }
             _ => Machine::Cpu {
                 threads: rayon::current_num_threads() as u64,
             },
@@ -139,12 +143,9 @@ const FRAGMENTS: u64 = 50;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Machine {
     /// Burn's CPU backend, whose threads have scratch memory.
-    Cpu {
-        threads: u64,
-    },
-    Gpu {
-        multiprocessors: usize,
-    },
+    Cpu { threads: u64 },
+    /// Multiprocessors, where attention runs on the sm_90a kernels.
+    Gpu { sm_90a_attention: Option<usize> },
 }
 
 /// Counts allocations.
@@ -563,12 +564,25 @@ impl Operations for Sizes {
         let normalized = self.norm_silu(&channels, x.clone(), &());
         let wide = |parts: usize| self.tensor([batch, height, width, parts * channels]);
         let y = match (self.machine, self.is_fused()) {
-            (Machine::Gpu { multiprocessors }, true) => {
+            (Machine::Gpu { sm_90a_attention }, true) => {
                 let _projected = wide(3);
-                // Probabilities and partial results of a chunk of queries, or scores in f32 and probabilities.
                 let square = (tokens as u64).saturating_mul(tokens as u64);
-                let partial = 128 * multiprocessors as u64 * (channels as u64 + 2) * 4;
-                let _scratch = self.scratch(square.saturating_mul(2).saturating_add(partial).min(256 << 20));
+                let _scratch = match sm_90a_attention {
+                    // Probabilities of a chunk of queries, and partial results of ranges of keys, 256 MiB together.
+                    Some(multiprocessors) => {
+                        let probabilities = square.saturating_mul(2).min(256 << 20);
+                        let partial = 128 * multiprocessors as u64 * (channels as u64 + 2) * 4;
+                        (
+                            self.scratch(probabilities),
+                            self.scratch(partial.min((256 << 20) - probabilities)),
+                        )
+                    }
+                    // Scores of a chunk in f32, and probabilities.
+                    None => {
+                        let scores = square.saturating_mul(4).min(128 << 20).max(4 * tokens as u64);
+                        (self.scratch(scores), self.scratch(scores / 4 * self.element))
+                    }
+                };
                 wide(1)
             }
             _ => {

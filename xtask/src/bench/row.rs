@@ -11,8 +11,8 @@ use std::{
 
 use burn::tensor::{Device, Tensor};
 use burn_vae::{
-    DType, DeviceName, Flux2Config, Latents, LoadOptions, Loaded, Quality, VaeConfig, VaeDecoder, float_dtype,
-    latents_from_file, peak_memory,
+    DType, DecodeOptions, DeviceName, Flux2Config, Latents, LoadOptions, Loaded, Preflight, Quality, Storage, Tiling,
+    VaeConfig, VaeDecoder, float_dtype, latents_from_file, peak_memory,
 };
 use integration_tests::random;
 use serde::{Deserialize, Serialize};
@@ -49,12 +49,26 @@ pub struct Args {
     #[arg(long)]
     pub runs: NonZeroUsize,
     #[arg(long)]
+    pub tile: Option<Tiling>,
+    #[arg(long)]
+    pub storage: Option<Storage>,
+    #[arg(long)]
     pub sites: bool,
     #[arg(long)]
     pub without_synchronise: bool,
 }
 
 impl Args {
+    /// The quality, and how the decode is cut if that is said.
+    fn computation(&self) -> String {
+        let tile = self.tile.map(|tile| format!(" tile {tile}")).unwrap_or_default();
+        let storage = self
+            .storage
+            .map(|storage| format!(" storage {storage}"))
+            .unwrap_or_default();
+        format!("{}{tile}{storage}", self.quality)
+    }
+
     /// The command line that parses to these.
     pub fn to_arguments(&self) -> Vec<std::ffi::OsString> {
         let mut arguments = Vec::new();
@@ -77,6 +91,12 @@ impl Args {
         push("--device", self.device.to_string().into());
         push("--warmups", self.warmups.to_string().into());
         push("--runs", self.runs.to_string().into());
+        if let Some(tile) = self.tile {
+            push("--tile", tile.to_string().into());
+        }
+        if let Some(storage) = self.storage {
+            push("--storage", storage.to_string().into());
+        }
         for (flag, is_set) in [
             ("--sites", self.sites),
             ("--without-synchronise", self.without_synchronise),
@@ -100,7 +120,10 @@ impl fmt::Display for Args {
         write!(
             f,
             " batch {} {} {} on {}",
-            self.batch, self.quality, self.dtype, self.device
+            self.batch,
+            self.computation(),
+            self.dtype,
+            self.device
         )
     }
 }
@@ -315,6 +338,8 @@ pub struct Measurement {
     pub device: String,
     pub driver: Option<String>,
     pub row: DecodeRow,
+    /// What was predicted of the memory that `peak_mib` counts.
+    pub predicted_mib: Option<f64>,
     /// What the driver counts as used of the device's memory at the end of the runs.
     pub driver_mib: Option<f64>,
     /// Asked for by `sites`: each stage's name and its median.
@@ -349,7 +374,10 @@ fn measure(args: &Args) -> Result<Measurement> {
         decoder,
         latents,
         quality: args.quality,
+        tiling: args.tile,
+        storage: args.storage,
         device,
+        preflight: None,
         synchronises: !args.without_synchronise,
         image: None,
     };
@@ -381,7 +409,7 @@ fn measure(args: &Args) -> Result<Measurement> {
             width: size.width,
             height: size.height,
             batch: args.batch.get(),
-            quality: args.quality.to_string(),
+            quality: args.computation(),
             dtype: burn::tensor::DType::from(decode.decoder.dtype()).name().into(),
             ms_median: milliseconds(median(&times)),
             ms_min: milliseconds(times[0]),
@@ -393,6 +421,11 @@ fn measure(args: &Args) -> Result<Measurement> {
             clock_mhz_start,
             clock_mhz_end,
         },
+        predicted_mib: decode.preflight.map(|preflight| {
+            let memory = preflight.memory;
+            let counted = if memory.device > 0 { memory.device } else { memory.host };
+            counted as f64 / f64::from(1 << 20)
+        }),
         driver_mib,
         stages,
     })
@@ -465,7 +498,11 @@ struct DeviceDecode {
     decoder: VaeDecoder,
     latents: Latents,
     quality: Quality,
+    tiling: Option<Tiling>,
+    storage: Option<Storage>,
     device: Device,
+    /// Of the last run.
+    preflight: Option<Preflight>,
     /// Off only to show that the protocol's check refuses such times.
     synchronises: bool,
     /// Of the last run.
@@ -525,7 +562,14 @@ impl Work for DeviceDecode {
     fn run(&mut self) -> Result {
         // First, so that two images never count towards the peak.
         self.image = None;
-        self.image = Some(self.decoder.decode(self.latents.clone(), self.quality)?);
+        let options = DecodeOptions {
+            tiling: self.tiling,
+            storage: self.storage,
+            ..DecodeOptions::new(self.quality)
+        };
+        let decoded = self.decoder.decode_with(self.latents.clone(), options)?;
+        self.image = Some(decoded.image);
+        self.preflight = Some(decoded.preflight);
         if self.synchronises {
             self.device.sync().map_err(device_failed)?;
         }
@@ -564,6 +608,8 @@ mod tests {
             device: DeviceName::Cuda(1),
             warmups: 3,
             runs: NonZeroUsize::MIN,
+            tile: Some(Tiling::Rows(NonZeroUsize::MIN)),
+            storage: Some(Storage::Host),
             sites: true,
             without_synchronise: false,
         };
@@ -619,7 +665,10 @@ mod tests {
             decoder: random::decoder(&config, &device, FloatDType::F32),
             latents: random::latents([1, 16, 48, 48], &device),
             quality: Quality::Lossless,
+            tiling: None,
+            storage: None,
             device,
+            preflight: None,
             synchronises: true,
             image: None,
         }

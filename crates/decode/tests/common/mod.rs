@@ -14,6 +14,7 @@ use half::{bf16, f16};
 use safetensors::SafeTensors;
 pub use safetensors::tensor::Dtype;
 use safetensors::tensor::TensorView;
+#[allow(unused_imports)] // as above
 pub use serde_json::{Value, json};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures");

@@ -14,7 +14,8 @@ pub(crate) struct Bands<O: Operations> {
 
 struct Band<O: Operations> {
     rows: Range<usize>,
-    place: Place<O>,
+    /// None only while it moves.
+    place: Option<Place<O>>,
 }
 
 /// Where a band is.
@@ -39,7 +40,7 @@ impl<O: Operations> Bands<O> {
         bands.moments = moments;
         bands.bands.push_back(Band {
             rows: 0..bands.height,
-            place: Place::Here(x),
+            place: Some(Place::Here(x)),
         });
         bands
     }
@@ -75,39 +76,37 @@ impl<O: Operations> Bands<O> {
             true => ops.send_away(x)?,
             false => Place::Here(x),
         };
-        self.bands.push_back(Band { rows, place });
+        self.bands.push_back(Band {
+            rows,
+            place: Some(place),
+        });
         Ok(())
     }
 
     /// Some rows, from as many bands as they lie in. Those bands, and the next one if it is away, come back for it.
     pub fn rows(&mut self, ops: &O, rows: Range<usize>) -> Result<O::Tensor> {
         let mut pieces = Vec::new();
-        let mut ahead = 1;
-        let mut bands = VecDeque::with_capacity(self.bands.len());
-        while let Some(Band { rows: of_band, place }) = self.bands.pop_front() {
-            let place = if of_band.start < rows.end && rows.start < of_band.end {
-                let x = match place {
-                    Place::Here(x) => x,
-                    Place::Away(away) => ops.take_back(away)?,
-                };
-                let from = rows.start.max(of_band.start)..rows.end.min(of_band.end);
-                pieces.push(match from == of_band {
-                    true => x.clone(),
-                    false => ops.crop(x.clone(), from.start - of_band.start..from.end - of_band.start),
-                });
-                Place::Here(x)
-            } else {
-                match place {
-                    Place::Away(away) if of_band.start >= rows.end && ahead > 0 => {
-                        ahead -= 1;
-                        Place::Away(ops.call_back(away)?)
-                    }
-                    place => place,
-                }
+        let first = self.bands.partition_point(|band| band.rows.end <= rows.start);
+        let past = self.bands.partition_point(|band| band.rows.start < rows.end);
+        for band in self.bands.range_mut(first..past) {
+            let x = match band.place.take() {
+                Some(Place::Here(x)) => x,
+                Some(Place::Away(away)) => ops.take_back(away)?,
+                None => unreachable!("a band whose move failed ended the decode"),
             };
-            bands.push_back(Band { rows: of_band, place });
+            let from = rows.start.max(band.rows.start)..rows.end.min(band.rows.end);
+            pieces.push(match from == band.rows {
+                true => x.clone(),
+                false => ops.crop(x.clone(), from.start - band.rows.start..from.end - band.rows.start),
+            });
+            band.place = Some(Place::Here(x));
         }
-        self.bands = bands;
+        if let Some(next) = self.bands.get_mut(past) {
+            next.place = match next.place.take() {
+                Some(Place::Away(away)) => Some(Place::Away(ops.call_back(away)?)),
+                place => place,
+            };
+        }
         Ok(match pieces.len() {
             1 => pieces.remove(0),
             _ => ops.stack(pieces),
