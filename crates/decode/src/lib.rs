@@ -3,6 +3,7 @@
 //! A library only so that `xtask` can write completions and a manual page from the program's own arguments, and keep
 //! compiled kernels as it does.
 
+mod allocator;
 mod args;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod gpu_cache;
@@ -28,6 +29,7 @@ use report::FileError;
 
 /// Runs the program on the process's arguments. Exit codes: 0 done, 1 failed, 2 wrong usage.
 pub fn main() -> ExitCode {
+    allocator::map_large_buffers();
     let args = Args::parse();
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     gpu_cache::persist();
