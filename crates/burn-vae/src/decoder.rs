@@ -1,19 +1,19 @@
 use std::{
     ops::ControlFlow,
     path::{Path, PathBuf},
-    sync::OnceLock,
+    sync::{Mutex, OnceLock, PoisonError},
 };
 
 use autoencoder_kl::AutoencoderKl;
 use burn::tensor::{DType as BurnDType, Device, FloatDType, Tensor};
 use flux2::AutoencoderKlFlux2;
 use vae_blocks::{
-    DeviceLimits, DeviceProfile, FoldedDecoder, Latents, Observer, Plan, Progress, Quality, VaeModel, decode_lossless,
-    device_name,
+    DeviceLimits, DeviceProfile, FoldedDecoder, Latents, Observer, Plan, Progress, Quality, Storage, VaeModel,
+    decode_lossless, device_name,
 };
 use vae_io::{Checkpoint, DType, Error, Family, Result, VaeConfig};
 
-use crate::{DecodeOptions, Decoded, LoadReport, Preflight, apply_checkpoint, preflight::Forecaster};
+use crate::{DecodeOptions, Decoded, LoadReport, Preflight, Tiling, apply_checkpoint, preflight::Forecaster};
 
 /// A VAE's decoding half with its weights on a device.
 ///
@@ -26,7 +26,13 @@ pub struct VaeDecoder {
     folded: OnceLock<FoldedDecoder>,
     /// Of the module's device.
     profile: OnceLock<(DeviceProfile, DeviceLimits)>,
+    /// The last answer of [`preflight`](Self::preflight): a pipeline asks again and again.
+    forecast: Mutex<Option<(Question, Preflight)>>,
 }
+
+/// What a preflight depends on: the size, the quality, how the decode is cut and kept, the memory that it may take, and whether
+/// weights are folded already.
+type Question = ([usize; 3], Quality, Option<Tiling>, Option<Storage>, Option<u64>, bool);
 
 /// The Burn module of either family.
 #[derive(Debug, Clone)]
@@ -107,6 +113,7 @@ impl VaeDecoder {
             module: module.into(),
             folded: OnceLock::new(),
             profile: OnceLock::new(),
+            forecast: Mutex::default(),
         }
     }
 
@@ -196,15 +203,34 @@ impl VaeDecoder {
         let (profile, limits) = self
             .profile
             .get_or_init(|| (DeviceProfile::of(&device), DeviceLimits::of(&device)));
+        let folded = self.folded.get().is_some();
+        let &DecodeOptions {
+            quality,
+            tiling,
+            storage,
+            max_memory,
+            ..
+        } = options;
+        let question = (size, quality, tiling, storage, max_memory, folded);
+        let mut last = self.forecast.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((asked, preflight)) = *last
+            && asked == question
+        {
+            return Ok(preflight);
+        }
         let forecaster = Forecaster {
             model: self.model(),
             device: profile,
             limits: *limits,
-            quality: options.quality,
+            quality,
             size,
-            folded: self.folded.get().is_some(),
+            folded,
         };
-        forecaster.preflight(options)
+        let preflight = forecaster.preflight(options)?;
+        // What a host has left changes, a GPU's memory does not.
+        let depends_on_host = preflight.memory.device == 0 || preflight.tile.storage != Storage::Device;
+        *last = (!depends_on_host).then_some((question, preflight));
+        Ok(preflight)
     }
 
     /// Decodes zeros of these sizes of latents, `(height, width)` in VAE space, and waits: for single images of these sizes,

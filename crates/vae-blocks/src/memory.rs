@@ -77,7 +77,10 @@ impl MemoryEstimate {
         let largest_buffer = on_device.largest;
         let (device, host) = match machine {
             Machine::Cpu { .. } => (0, on_device.peak + on_device.peak / FRAGMENTS + weights + PROCESS),
-            Machine::Gpu { .. } => (on_device.peak + weights + CONTEXT, on_host.peak + PROCESS),
+            Machine::Gpu { .. } => (
+                on_device.peak + weights + weights * WEIGHT_PAGES_PERCENT / 100 + CONTEXT,
+                on_host.peak + PROCESS,
+            ),
         };
         Self {
             device,
@@ -135,8 +138,9 @@ fn walk(model: &dyn VaeModel, machine: Machine, case: DecodeCase) -> (Sizes, Vec
 /// What a process takes besides: its code and threads. This and the other allowances are what measured decodes took beyond
 /// what is counted, so that no prediction is under.
 const PROCESS: u64 = 64 << 20;
-/// What a GPU's pools hold besides: pages that weights came in, and moments. Measured on an H200.
-const CONTEXT: u64 = 256 << 20;
+/// What a GPU's pools hold besides: pages that weights came in, a little more than the weights, and moments. Measured on an H200.
+const CONTEXT: u64 = 24 << 20;
+const WEIGHT_PAGES_PERCENT: u64 = 105;
 /// Weights as large as the largest that the CPU's allocator keeps of those it has freed, and more of them after folding.
 const RETAINED: u64 = 5;
 const RETAINED_BY_FOLDING: u64 = 4;
@@ -303,7 +307,7 @@ fn allocate(ledger: &Rc<RefCell<Ledger>>, bytes: u64) -> Allocation {
 /// A tensor that is nothing but its size.
 #[derive(Debug, Clone)]
 pub(crate) struct Sized {
-    _memory: Rc<Allocation>,
+    memory: Rc<Allocation>,
     /// Batch, height, width, channels.
     dims: [usize; 4],
     /// It is a part of a larger one, which operations of the CPU copy first.
@@ -402,7 +406,7 @@ impl Sizes {
 
     fn tensor(&self, dims: [usize; 4]) -> Sized {
         Sized {
-            _memory: Rc::new(self.scratch(self.bytes(dims))),
+            memory: Rc::new(self.scratch(self.bytes(dims))),
             dims,
             is_view: false,
         }
@@ -542,9 +546,14 @@ impl Operations for Sizes {
     fn merge(&self, _: (), _: ()) {}
 
     fn norm_silu(&self, _: &usize, x: Sized, _: &()) -> Sized {
-        let _copy = self.contiguous(&x);
+        let copy = self.contiguous(&x);
         if self.is_fused() {
-            return self.tensor(x.dims);
+            let is_gpu = matches!(self.machine, Machine::Gpu { .. });
+            // In place, where nobody else has it.
+            return match is_gpu && copy.is_none() && Rc::strong_count(&x.memory) == 1 {
+                true => x,
+                false => self.tensor(x.dims),
+            };
         }
         match self.machine {
             // Groups one by one, then side by side.
@@ -573,11 +582,12 @@ impl Operations for Sizes {
                 let _scratch = match sm_90a_attention {
                     // Probabilities of a chunk of queries, and partial results of ranges of keys, 256 MiB together.
                     Some(multiprocessors) => {
-                        let probabilities = square.saturating_mul(2).min(256 << 20);
+                        let most = 256 << 20;
+                        let probabilities = square.saturating_mul(2).min(most);
                         let partial = 128 * multiprocessors as u64 * (channels as u64 + 2) * 4;
                         (
                             self.scratch(probabilities),
-                            self.scratch(partial.min((256 << 20) - probabilities)),
+                            self.scratch(partial.min(most - probabilities)),
                         )
                     }
                     // Scores of a chunk in f32, and probabilities.
