@@ -82,7 +82,7 @@ pub(crate) use device::host_memory;
 pub use device::{DeviceName, peak_memory};
 pub use flux2::{AutoencoderKlFlux2, Flux2Config};
 pub use latents::latents_from_file;
-pub use options::{DecodeOptions, Decoded, Preflight, Tiling};
+pub use options::{DecodeOptions, Decoded, OnProgress, Preflight, Tiling};
 pub use vae_blocks::{Latents, MemoryEstimate, Observer, Plan, Progress, Quality, Storage, TilePlan, VaeModel};
 pub use vae_io as io;
 pub use vae_io::{DType, DecoderConfig, Error, Family, LatentSpace, Result, VaeConfig};

@@ -18,8 +18,11 @@ pub struct DecodeOptions<'a> {
     pub max_memory: Option<u64>,
     /// Is told after each band or, of an untiled decode, each layer or stage; [`ControlFlow::Break`] ends the decode with
     /// [`Error::Cancelled`](crate::Error::Cancelled). On a GPU it runs ahead of the device.
-    pub progress: Option<&'a mut dyn FnMut(&Progress<'_>) -> ControlFlow<()>>,
+    pub progress: Option<&'a mut OnProgress<'a>>,
 }
+
+/// Is told of a decode's progress, and may end it.
+pub type OnProgress<'a> = dyn FnMut(&Progress<'_>) -> ControlFlow<()> + 'a;
 
 impl DecodeOptions<'_> {
     /// The defaults of a quality.

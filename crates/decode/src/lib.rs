@@ -49,7 +49,7 @@ enum Failure {
     /// Nothing could be decoded, or no more.
     Run(Error),
     /// The only file failed.
-    File(FileError),
+    File(Box<FileError>),
     /// Files of several failed, and it was told which.
     Reported,
 }

@@ -210,7 +210,7 @@ impl<'a> Report<'a> {
             Some(error) => Err(Failure::Run(error)),
             None if self.failures.is_empty() => Ok(()),
             None if self.is_of_several() => Err(Failure::Reported),
-            None => Err(Failure::File(self.failures.swap_remove(0))),
+            None => Err(Failure::File(Box::new(self.failures.swap_remove(0)))),
         }
     }
 

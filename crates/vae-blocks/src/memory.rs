@@ -1,6 +1,6 @@
 //! The memory that a decode needs, predicted before it runs: the decode itself, on sizes in place of tensors.
 
-use std::{cell::RefCell, collections::VecDeque, fmt, ops::Range, rc::Rc};
+use std::{cell::RefCell, collections::VecDeque, fmt, iter, ops::Range, rc::Rc};
 
 use burn::{
     nn::conv::Conv2d,
@@ -233,7 +233,7 @@ impl Pages {
         }
         self.pages.push(Some(Page {
             size: self.size,
-            used: vec![0..bytes],
+            used: iter::once(0..bytes).collect(),
         }));
         Slice {
             page: self.pages.len() - 1,
