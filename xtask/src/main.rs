@@ -1,9 +1,11 @@
-//! `cargo xtask`: what proves a decode (`validate`, `bench`, `bench-operations`) and what packs it (`bundle`, `dist`).
+//! `cargo xtask`: what proves a decode (`validate`, `bench`, `bench-operations`), what packs it (`bundle`, `dist`), and previews
+//! (`fit-preview`).
 
 mod bench;
 mod bundle;
 mod checkout;
 mod dist;
+mod fit_preview;
 mod validate;
 
 use std::process::ExitCode;
@@ -28,6 +30,7 @@ enum Command {
     BenchRow(bench::RowArgs),
     Bundle(bundle::Args),
     Dist(dist::Args),
+    FitPreview(fit_preview::Args),
 }
 
 /// Any error with its message; the program only prints it.
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
         Command::BenchRow(args) => bench::run_row(&args),
         Command::Bundle(args) => bundle::run(&args),
         Command::Dist(args) => dist::run(&args),
+        Command::FitPreview(args) => fit_preview::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,7 +6,7 @@ mod page;
 mod reference;
 mod results;
 mod table;
-mod whole_file;
+pub mod whole_file;
 
 use std::{
     io::Write,
@@ -101,7 +101,7 @@ pub struct Args {
     force: bool,
 }
 
-fn parse_space(name: &str) -> std::result::Result<LatentSpace, String> {
+pub fn parse_space(name: &str) -> std::result::Result<LatentSpace, String> {
     [LatentSpace::Diffusion, LatentSpace::Vae]
         .into_iter()
         .find(|space| space.to_string() == name)

@@ -74,6 +74,7 @@ mod device;
 mod latents;
 mod options;
 mod preflight;
+mod preview;
 mod weights;
 
 pub use autoencoder_kl::{AutoencoderKl, AutoencoderKlConfig};
@@ -83,7 +84,10 @@ pub use device::{DeviceName, peak_memory};
 pub use flux2::{AutoencoderKlFlux2, Flux2Config};
 pub use latents::latents_from_file;
 pub use options::{DecodeOptions, Decoded, OnProgress, Preflight, Tiling};
+pub use preview::{Preview, preview_sample};
 pub use vae_blocks::{Latents, MemoryEstimate, Observer, Plan, Progress, Quality, Storage, TilePlan, VaeModel};
 pub use vae_io as io;
-pub use vae_io::{DType, DecoderConfig, Error, Family, LatentSpace, Result, VaeConfig};
+pub use vae_io::{
+    DType, DecoderConfig, Error, Family, LatentSpace, PreviewProjection, PreviewSample, Result, VaeConfig,
+};
 pub use weights::{LoadReport, apply_checkpoint};

@@ -14,6 +14,7 @@ mod mapped;
 mod metrics;
 mod npy;
 mod output;
+mod preview;
 mod strided;
 mod torch;
 
@@ -25,6 +26,7 @@ pub use image::{Image, Rgb8};
 pub use latents::{LatentFile, LatentHeader, LatentLayout, LatentSpace, LatentsHint, LatentsOptions, LatentsReading};
 pub use metrics::Metrics;
 pub use output::{OutputFormat, remove_unfinished};
+pub use preview::{PreviewProjection, PreviewSample};
 
 /// Result of everything in this project that can fail.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
