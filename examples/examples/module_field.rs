@@ -5,6 +5,8 @@
 //! cargo run --release -p examples --example module_field
 //! ```
 
+use std::path::Path;
+
 use burn::{
     module::Module,
     store::ModuleRecord,
@@ -49,24 +51,27 @@ fn main() -> Result {
     let pipeline = Pipeline { denoiser, vae };
 
     let path = std::env::temp_dir().join(format!("burn-vae-pipeline-{}.bpk", std::process::id()));
-    pipeline.clone().into_record().save(&path)?;
-    let loaded = ModuleRecord::load(&path).and_then(|record| Pipeline::new(&config, &device).try_load_record(record));
+    let result = round_trip(&pipeline, &config, &path, &device);
     std::fs::remove_file(&path)?;
-    let loaded = loaded?;
+    println!("saved and loaded {} parameters; both decode to the same bits", result?);
+    Ok(())
+}
+
+/// Saves the pipeline, loads it, and compares pictures of both. The file has to stay while the loaded module is in use: on the CPU
+/// its tensors are read from there when they are first needed.
+fn round_trip(pipeline: &Pipeline, config: &Flux2Config, path: &Path, device: &Device) -> Result<usize> {
+    pipeline.clone().into_record().save(path)?;
+    let loaded = Pipeline::new(config, device).try_load_record(ModuleRecord::load(path)?)?;
 
     let image = |pipeline: &Pipeline| -> Result<Vec<f32>> {
-        let latents = Tensor::<4>::ones(Picture::Chelsea.latent_shape(), (&device, DType::F32));
+        let latents = Tensor::<4>::ones(Picture::Chelsea.latent_shape(), (device, DType::F32));
         let image = pipeline
             .decoder()
             .decode(Latents::diffusion(latents), Quality::Lossless)?;
         Ok(image.try_into_data_dtype(DType::F32)?.try_into_vec()?)
     };
-    if image(&pipeline)? != image(&loaded)? {
+    if image(pipeline)? != image(&loaded)? {
         return Err("the loaded pipeline decodes to another picture".into());
     }
-    println!(
-        "saved and loaded {} parameters; both decode to the same bits",
-        loaded.num_params()
-    );
-    Ok(())
+    Ok(loaded.num_params())
 }

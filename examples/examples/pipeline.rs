@@ -102,7 +102,7 @@ fn main() -> Result {
     let noise = noise();
     timer.lap()?;
     let mut on_step = |step: Step| {
-        let mut look = || -> Result {
+        let look = || -> Result {
             stepping += timer.lap()?;
             let image = preview.image(Latents::diffusion(step.estimate))?;
             previewing += timer.lap()?;
