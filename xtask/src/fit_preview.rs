@@ -54,7 +54,7 @@ pub struct Args {
     #[arg(long, value_name = "W")]
     width: Option<usize>,
 
-    /// Where to decode: auto, cpu, cuda[:N] or wgpu[:N]
+    /// Where to decode: auto, cpu, cuda, cuda:N, wgpu or wgpu:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceName,
 

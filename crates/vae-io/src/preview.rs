@@ -303,15 +303,24 @@ fn solve(mut system: Vec<f64>, mut right: Vec<[f64; COLOURS]>) -> Vec<[f64; COLO
             };
         }
     }
-    for colour in 0..COLOURS {
-        for i in 0..n {
-            let known: f64 = (0..i).map(|k| system[i * n + k] * right[k][colour]).sum();
-            right[i][colour] = (right[i][colour] - known) / system[i * n + i];
-        }
-        for i in (0..n).rev() {
-            let known: f64 = (i + 1..n).map(|k| system[k * n + i] * right[k][colour]).sum();
-            right[i][colour] = (right[i][colour] - known) / system[i * n + i];
-        }
+    let subtract =
+        |row: &mut [f64; COLOURS], known: &[[f64; COLOURS]], factors: &dyn Fn(usize) -> f64, divisor: f64| {
+            for (colour, value) in row.iter_mut().enumerate() {
+                let sum: f64 = known
+                    .iter()
+                    .enumerate()
+                    .map(|(k, known)| factors(k) * known[colour])
+                    .sum();
+                *value = (*value - sum) / divisor;
+            }
+        };
+    for i in 0..n {
+        let (known, rest) = right.split_at_mut(i);
+        subtract(&mut rest[0], known, &|k| system[i * n + k], system[i * n + i]);
+    }
+    for i in (0..n).rev() {
+        let (rest, known) = right.split_at_mut(i + 1);
+        subtract(&mut rest[i], known, &|k| system[(i + 1 + k) * n + i], system[i * n + i]);
     }
     right
 }
