@@ -4,6 +4,10 @@
 //! the [`fused`] ones, which `Quality::High` runs, are measured against. [`support`] tells what a device can run.
 
 mod attention;
+#[cfg_attr(
+    not(feature = "gpu"),
+    allow(unused_variables, reason = "no backend takes what is dispatched")
+)]
 mod conv;
 #[cfg(feature = "flex")]
 mod cpu;
